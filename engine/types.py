@@ -123,7 +123,6 @@ class GroupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cache_salt: str = ""
     session_id: str | None = None
     min_policy_version: int | None = None
-    allow_mixed_kv: bool = False
     resume: list[SampleResume] | None = None
 
 
@@ -288,7 +287,11 @@ class UpdateProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class UpdateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a commit did. `digest` is the SHA-256 of the module's parameters after it."""
+    """What a commit did. `digest` is the SHA-256 of the module's parameters after it.
+
+    A fleet's report also gives the policy version each engine is at (`engines`) and the engines
+    that failed the commit and serve nothing until replaced (`fenced`).
+    """
 
     policy_version: int
     drafter_version: int
@@ -298,3 +301,5 @@ class UpdateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     flushed_tokens: int
     retracted: int
     digest: str
+    engines: dict[str, int] = msgspec.field(default_factory=dict)
+    fenced: list[str] = msgspec.field(default_factory=list)

@@ -93,6 +93,8 @@ class VersionReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drafter_version: int
     adapters: dict[str, int]
     digest: str
+    engines: dict[str, int] = msgspec.field(default_factory=dict)
+    """Policy version of each engine that serves, for a fleet."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

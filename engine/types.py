@@ -6,6 +6,7 @@ structs are encoded (`rollout.codec`), how requests are checked against a model
 
 Columns are one-dimensional NumPy arrays over a sample's new tokens, all of one length T:
 `ids` uint32, `logprobs` and `entropy` float32 in nats; `top_ids`/`top_logprobs` are [T, K].
+Replies leave fields at their default value off the wire; reading puts them back.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rev: int | None = None
 
 
-class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """New tokens [start, end) that one policy version sampled.
 
     `mixed_kv` marks tokens computed over attention state of an earlier version.
@@ -145,7 +146,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     message: str
 
 
-class SampleDelta(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=False):
+class SampleDelta(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """Tokens [start, start + T) of one sample, in order, never to be taken back."""
 
     index: int
@@ -160,7 +161,7 @@ class SampleDelta(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=F
     entropy: np.ndarray | None = None
 
 
-class SampleOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=False):
+class SampleOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """One finished sample. Every column has the length of `ids`, and spans partition it."""
 
     index: int
@@ -184,7 +185,7 @@ class SampleOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=
     """Filled by the text layer where the caller asked for text."""
 
 
-class GroupOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=False):
+class GroupOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """The reply to a `GroupRequest`, samples in index order."""
 
     group_id: str
@@ -210,7 +211,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     adapter: AdapterRef | None = None
 
 
-class ScoredSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=False):
+class ScoredSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """float32 log-probabilities over [start, length); NaN at position 0, which has none."""
 
     logprobs: np.ndarray

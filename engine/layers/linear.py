@@ -1,0 +1,85 @@
+"""Linear layers split over a tensor-parallel group, and the embedding.
+
+Owns parameters' shapes and where the ranks' parts meet. Ignores how weights arrive
+(`engine.weights`). Fused projections are one parameter whose rows are the parts' rows in order.
+
+Shapes: T tokens, D hidden, O output features (this rank's), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.layers.matmul import linear
+from engine.parallel import TensorParallel
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Several projections of one input in one product: y_TO, the parts side by side.
+
+    `parts` are the unsharded widths; each rank holds its share of every part.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        parts: tuple[int, ...],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        rows = sum(parallel.share(part, "projection width") for part in parts)
+        self.weight = _empty(rows, width, dtype=dtype, device=device)
+        self.bias = _empty(rows, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return linear(x_TD, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A projection whose input is split over ranks; the partial sums are reduced once.
+
+    The bias is added after the reduction, once, as every rank holds all of it.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        out: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.weight = _empty(out, parallel.share(width, "projection width"), dtype=dtype, device=device)
+        self.bias = _empty(out, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x_TO: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return linear(x_TO, self.weight, self.bias)
+        y_TD = self.parallel.all_reduce(linear(x_TO, self.weight, None))
+        return y_TD if self.bias is None else y_TD + self.bias
+
+
+class Embedding(nn.Module):
+    """Token embeddings, whole on every rank; also the head of a tied model."""
+
+    def __init__(self, vocab_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _empty(vocab_size, width, dtype=dtype, device=device)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids_T)
+
+    def project(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits in the weights' dtype."""
+        return linear(hidden_RD, self.weight, None)

@@ -1,0 +1,105 @@
+"""Storage for keys and values, in pages.
+
+Owns the tensors. Ignores who holds which page: page 0 is scratch that padding may write and
+nobody owns, every other page belongs to whom the scheduler says.
+
+Shapes: N pages, S tokens a page, K key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import Paused
+from engine.models.spec import ModelSpec
+from engine.parallel import SINGLE, TensorParallel
+
+
+class KVPool:
+    """Keys and values of one token lie next to each other, so that one copy writes both.
+
+    `generation` rises whenever contents change other than by writing tokens; whoever keeps
+    copies of rows must drop them then.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        assert num_pages > 1 and page_size > 0, f"a pool of {num_pages} pages of {page_size} holds nothing"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = spec.num_layers
+        self.num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
+        self.head_dim = spec.head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.generation = 0
+        self._layers: list[torch.Tensor] = []
+        self.restore()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now; 0 while released."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def released(self) -> bool:
+        return not self._layers
+
+    def tokens(self, layer: int) -> torch.Tensor:
+        """View [N * S, 2K, H] of a layer by write slot: K key heads, then K value heads."""
+        if not self._layers:
+            raise Paused("the key/value pool is released; resume memory first")
+        return self._layers[layer]
+
+    def k(self, layer: int) -> torch.Tensor:
+        """View [N, S, K, H]."""
+        return self._paged(layer)[:, :, : self.num_kv_heads]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """View [N, S, K, H]."""
+        return self._paged(layer)[:, :, self.num_kv_heads :]
+
+    def _paged(self, layer: int) -> torch.Tensor:
+        return self.tokens(layer).view(self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+
+    def write(self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        tokens = self.tokens(layer)
+        tokens[:, : self.num_kv_heads].index_copy_(0, slots_T, k_TKH)
+        tokens[:, self.num_kv_heads :].index_copy_(0, slots_T, v_TKH)
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole pages, for every layer; `targets` are distinct and disjoint from `sources`."""
+        assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
+        if not sources:
+            return
+        source = torch.tensor(sources, device=self.device)
+        target = torch.tensor(targets, device=self.device)
+        for layer in range(self.num_layers):
+            paged = self._paged(layer)
+            paged.index_copy_(0, target, paged.index_select(0, source))
+
+    def fill(self, value: float) -> None:
+        """Set every element, scratch included: tests poison what nobody has written."""
+        for layer in range(self.num_layers):
+            self.tokens(layer).fill_(value)
+        self.generation += 1
+
+    def release(self) -> None:
+        """Drop the storage. Idempotent; reading or writing raises `Paused` until `restore`."""
+        self._layers = []
+        self.generation += 1
+
+    def restore(self) -> None:
+        """Create the storage again, empty. Idempotent."""
+        if self._layers:
+            return
+        shape = (self.num_pages * self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        self._layers = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
+        self.generation += 1

@@ -1,0 +1,179 @@
+"""The decoder that dense architectures share: embedding, attention and gated blocks, head.
+
+Owns the forward pass and the parameters' names. Ignores what differs between architectures
+beyond the spec's switches, and which tokens run (`engine.batch`).
+
+Shapes: T tokens, D hidden, N query heads, K key/value heads, H head size, I intermediate,
+R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.attention.base import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+from engine.memory.kv_pool import KVPool
+from engine.models.spec import ModelSpec
+from engine.parallel import TensorParallel
+from engine.weights.mapping import WeightMap
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model of any architecture."""
+
+    spec: ModelSpec
+    parallel: TensorParallel
+    weight_map: WeightMap
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        kv_pool: KVPool,
+        capture: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor: ...
+
+
+class Attention(nn.Module):
+    def __init__(
+        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        self.num_heads = parallel.share(spec.num_heads, "num_attention_heads")
+        self.num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv_proj = ColumnParallelLinear(
+            spec.hidden, (q_width, kv_width, kv_width), spec.attention_bias, dtype, device, parallel
+        )
+        self.o_proj = RowParallelLinear(q_width, spec.hidden, spec.attention_bias, dtype, device, parallel)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype, device) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype, device) if spec.qk_norm else None
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        rotary: Rotary,
+        cos_T1H: torch.Tensor,
+        sin_T1H: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        tokens, heads, rotated = x_TD.shape[0], self.num_heads, self.num_heads + self.num_kv_heads
+        qkv_THE = self.qkv_proj(x_TD).view(tokens, rotated + self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv_THE[:, :heads] = self.q_norm(qkv_THE[:, :heads])
+            qkv_THE[:, heads:rotated] = self.k_norm(qkv_THE[:, heads:rotated])
+        rotary.rotate_(qkv_THE[:, :rotated], cos_T1H, sin_T1H)
+        out_TNH = backend.run(qkv_THE[:, :heads], qkv_THE[:, heads:rotated], qkv_THE[:, rotated:], self.layer)
+        return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
+        super().__init__()
+        width = spec.intermediate
+        self.width = parallel.share(width, "intermediate_size")
+        self.gate_up_proj = ColumnParallelLinear(spec.hidden, (width, width), spec.mlp_bias, dtype, device, parallel)
+        self.down_proj = RowParallelLinear(width, spec.hidden, spec.mlp_bias, dtype, device, parallel)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        gate_up_TI = self.gate_up_proj(x_TD)
+        return self.down_proj(F.silu(gate_up_TI[:, : self.width]).mul_(gate_up_TI[:, self.width :]))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+        self.self_attn = Attention(spec, layer, dtype, device, parallel)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+        self.mlp = GatedMLP(spec, dtype, device, parallel)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        rotary: Rotary,
+        cos_T1H: torch.Tensor,
+        sin_T1H: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """Adds to `x_TD` in place and returns it."""
+        x_TD += self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend)
+        x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class Decoder(nn.Module):
+    """The part of the model below the head."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype, device, parallel) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+
+
+class DenseDecoderLM(nn.Module):
+    """A causal language model with uninitialised parameters, ready to be loaded.
+
+    `weight_map` names every checkpoint tensor it takes. Dense architectures subclass nothing:
+    they build one of these from their spec and their map.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weight_map: WeightMap,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.parallel = parallel
+        self.weight_map = weight_map
+        self.rotary = Rotary(spec.rope, spec.head_dim, spec.context_len, dtype, device)
+        self.model = Decoder(spec, dtype, device, parallel)
+        self.lm_head = None if spec.tied else Embedding(spec.vocab_size, spec.hidden, dtype, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        kv_pool: KVPool,
+        capture: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states hidden_TD, normed.
+
+        `capture` names layers by its keys and receives the states after each of them.
+        """
+        backend.plan(batch, kv_pool)
+        x_TD = self.model.embed_tokens(batch.input_ids_T)
+        cos_T1H, sin_T1H = self.rotary.at(batch.positions_T)
+        for index, layer in enumerate(self.model.layers):
+            x_TD = layer(x_TD, self.rotary, cos_T1H, sin_T1H, backend)
+            if capture is not None and index in capture:
+                capture[index] = x_TD.clone()
+        return self.model.norm(x_TD)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """logits_RV in fp32."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head.project(hidden_RD).float()

@@ -47,7 +47,9 @@ class WeightFolder:
             missing = set(announced or ()) - set(self._places)
             if missing:
                 raise InvalidRequest(
-                    field=INDEX, expected="shards holding every name of the index", actual=f"none has {bounded_list(missing)}"
+                    field=INDEX,
+                    expected="shards holding every name of the index",
+                    actual=f"none has {bounded_list(missing)}",
                 )
         except BaseException:
             self.__exit__()
@@ -77,7 +79,7 @@ class WeightFolder:
             if announced is not None and announced.get(stored.name) != file.path.name:
                 raise InvalidRequest(
                     field=INDEX,
-                    expected=f"{ascii(stored.name[:120])} to lie in {announced.get(stored.name, 'no shard')}",
+                    expected=f"{stored.name[:120]!a} to lie in {announced.get(stored.name, 'no shard')}",
                     actual=f"it lies in {file.path.name}",
                 )
             self._places[stored.name] = (file, stored)

@@ -31,9 +31,7 @@ class LoadReport:
         return f"{', '.join(parts)} tensors ({self.num_bytes / 2**20:.1f} MiB in {self.seconds:.2f} s)"
 
 
-def load_weights(
-    model: WeightedModel, folder: Path, module: Literal["policy", "drafter"] = "policy"
-) -> LoadReport:
+def load_weights(model: WeightedModel, folder: Path, module: Literal["policy", "drafter"] = "policy") -> LoadReport:
     """Fill `model` from the safetensors of `folder`.
 
     Everything is read and checked in host memory before a parameter changes. Raises
@@ -50,6 +48,4 @@ def load_weights(
     prepared = transaction.prepare()
     transaction.apply()
     expected = {module: len(model.weight_map.placements)}
-    return LoadReport(
-        prepared.loaded, expected, prepared.staged_bytes, time.perf_counter() - started, prepared.digest
-    )
+    return LoadReport(prepared.loaded, expected, prepared.staged_bytes, time.perf_counter() - started, prepared.digest)

@@ -112,14 +112,14 @@ class SafetensorsFile:
         expected = 8 + length
         for stored in sorted(tensors, key=lambda t: (t.offset, t.num_bytes)):
             if stored.offset != expected:
-                raise self._malformed(f"tensor {ascii(stored.name)} at offset {expected}", stored.offset)
+                raise self._malformed(f"tensor {stored.name!a} at offset {expected}", stored.offset)
             expected += stored.num_bytes
         if expected != file_size:
             raise self._malformed(f"{expected} bytes", f"{file_size} bytes")
         return {stored.name: stored for stored in tensors}
 
     def _parse_entry(self, name: str, entry: Any, data_start: int) -> StoredTensor:
-        where = f"{self.path.name}: tensor {ascii(name[:120])}"
+        where = f"{self.path.name}: tensor {name[:120]!a}"
         fields = (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else ()
         match fields:
             case (str(dtype), [*shape], [begin, end]) if all(

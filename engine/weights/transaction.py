@@ -90,7 +90,7 @@ class UpdateTransaction:
         missing = set(self._specs) - self._arrived
         if missing:
             raise InvalidRequest(
-                f"update {ascii(self.begin.txn)} is incomplete: {bounded_list(missing)} never came",
+                f"update {self.begin.txn!a} is incomplete: {bounded_list(missing)} never came",
                 field="manifest",
                 expected=f"{len(self._specs)} tensors",
                 actual=len(self._arrived),
@@ -119,7 +119,7 @@ class UpdateTransaction:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
         except Exception as error:
-            raise Corrupt(f"update {ascii(self.begin.txn)} failed while being applied: {error}") from error
+            raise Corrupt(f"update {self.begin.txn!a} failed while being applied: {error}") from error
         self._state = "applied"
         self._staged.clear()
 
@@ -172,7 +172,7 @@ class UpdateTransaction:
         except BaseException as error:
             self._arrived, self._filled = before
             if isinstance(error, torch.OutOfMemoryError):
-                raise TooLarge(f"no memory to stage update {ascii(self.begin.txn)}: {error}") from error
+                raise TooLarge(f"no memory to stage update {self.begin.txn!a}: {error}") from error
             raise
         return self.progress()
 
@@ -227,7 +227,9 @@ class UpdateTransaction:
         known = self._resolver.resolve(spec.name)
         assert known is not None
         if spec.dtype not in WEIGHT_DTYPES:
-            raise InvalidRequest(field=_label(spec.name), expected=f"a dtype of {list(WEIGHT_DTYPES)}", actual=spec.dtype)
+            raise InvalidRequest(
+                field=_label(spec.name), expected=f"a dtype of {list(WEIGHT_DTYPES)}", actual=spec.dtype
+            )
         shape = list(self._layout.targets[self._layout.weight_map.aliases.get(known, known)].shape)
         if list(spec.shape) != shape:
             raise InvalidRequest(field=_label(spec.name), expected=f"shape {shape}", actual=list(spec.shape))
@@ -238,18 +240,20 @@ class UpdateTransaction:
             return
         if known is None or known not in self._specs:
             expected = bounded_list(set(self._specs) - self._arrived)
-            raise InvalidRequest(field=_label(spec.name), expected=f"an announced tensor, of {expected}", actual="unknown")
+            raise InvalidRequest(
+                field=_label(spec.name), expected=f"an announced tensor, of {expected}", actual="unknown"
+            )
         self._check_spec(spec)
         if spec.dtype != self._specs[known].dtype:
             raise InvalidRequest(field=_label(spec.name), expected=self._specs[known].dtype, actual=spec.dtype)
 
     def _require(self, state: str) -> None:
         if self._state != state:
-            raise Conflict(field=f"update {ascii(self.begin.txn)}", expected=state, actual=self._state)
+            raise Conflict(field=f"update {self.begin.txn!a}", expected=state, actual=self._state)
 
 
 def _label(name: str) -> str:
-    return f"tensor {ascii(name[:120])}"
+    return f"tensor {name[:120]!a}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

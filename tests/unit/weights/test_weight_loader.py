@@ -41,11 +41,13 @@ def test_every_tensor_lands_in_its_rows(tmp_path: Path, tied: bool, save) -> Non
     assert f"loaded {len(tensors)} of {len(tensors)}" in str(report)
     assert report.digest == model_digest(model)
     layer = "model.layers.1.self_attn"
-    assert torch.equal(model.blocks[1].qkv[:Q_ROWS], tensors[f"{layer}.q_proj.weight"])
-    assert torch.equal(model.blocks[1].qkv[Q_ROWS : Q_ROWS + KV_ROWS], tensors[f"{layer}.k_proj.weight"])
-    assert torch.equal(model.blocks[1].qkv[Q_ROWS + KV_ROWS :], tensors[f"{layer}.v_proj.weight"])
+    assert torch.equal(model.get_parameter("blocks.1.qkv")[:Q_ROWS], tensors[f"{layer}.q_proj.weight"])
+    assert torch.equal(
+        model.get_parameter("blocks.1.qkv")[Q_ROWS : Q_ROWS + KV_ROWS], tensors[f"{layer}.k_proj.weight"]
+    )
+    assert torch.equal(model.get_parameter("blocks.1.qkv")[Q_ROWS + KV_ROWS :], tensors[f"{layer}.v_proj.weight"])
     up = tensors["model.layers.0.mlp.up_proj.weight"]
-    assert torch.equal(model.blocks[0].gate_up[up.shape[0] :], up)
+    assert torch.equal(model.get_parameter("blocks.0.gate_up")[up.shape[0] :], up)
     assert torch.equal(model.embed, tensors["model.embed_tokens.weight"])
     assert torch.equal(model.get_buffer("rotary"), torch.arange(4.0))
 
@@ -73,12 +75,16 @@ def test_ranks_hold_their_shards(tmp_path: Path) -> None:
     ranks = [TinyModel(parallel=Rank(rank, 2)) for rank in range(2)]
     for model in ranks:
         load_weights(model, folder)
-    qkv = [model.blocks[0].qkv.split([Q_ROWS // 2, KV_ROWS // 2, KV_ROWS // 2]) for model in ranks]
-    joined = torch.cat([torch.cat(parts) for parts in zip(*qkv, strict=True)])
-    assert torch.equal(joined, whole.blocks[0].qkv)
-    assert torch.equal(torch.cat([model.blocks[0].out for model in ranks], dim=1), whole.blocks[0].out)
-    assert torch.equal(torch.cat([model.embed for model in ranks]), whole.embed)
-    assert torch.equal(ranks[1].blocks[0].norm, whole.blocks[0].norm)
+
+    def parts(name: str) -> list[torch.Tensor]:
+        return [model.get_parameter(name).data for model in ranks]
+
+    splits = [qkv.split([Q_ROWS // 2, KV_ROWS // 2, KV_ROWS // 2]) for qkv in parts("blocks.0.qkv")]
+    joined = torch.cat([torch.cat(halves) for halves in zip(*splits, strict=True)])
+    assert torch.equal(joined, whole.get_parameter("blocks.0.qkv"))
+    assert torch.equal(torch.cat(parts("blocks.0.out"), dim=1), whole.get_parameter("blocks.0.out"))
+    assert torch.equal(torch.cat(parts("embed")), whole.embed)
+    assert torch.equal(parts("blocks.0.norm")[1], whole.get_parameter("blocks.0.norm"))
 
 
 def _edit_misspelt(tensors):
@@ -194,7 +200,8 @@ def test_lying_headers_are_refused(tmp_path: Path, header: dict) -> None:
 
 
 def test_a_header_read_here_is_the_one_safetensors_wrote(tmp_path: Path) -> None:
-    tensors = {"x": torch.arange(6.0).reshape(2, 3), "empty": torch.zeros(0, 4), "y": torch.ones(3, dtype=torch.bfloat16)}
+    ones = torch.ones(3, dtype=torch.bfloat16)
+    tensors = {"x": torch.arange(6.0).reshape(2, 3), "empty": torch.zeros(0, 4), "y": ones}
     save_file(tensors, tmp_path / "t.safetensors", metadata={"format": "pt"})
     file = SafetensorsFile(tmp_path / "t.safetensors")
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}

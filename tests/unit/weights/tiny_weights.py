@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine.types import NamedTensor, TensorSpec, UpdateBegin
+from engine.weights.loader import load_weights
 from engine.weights.mapping import Placement, WeightMap
 
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS, Q_ROWS, KV_ROWS = 8, 12, 32, 2, 8, 4
@@ -60,8 +62,9 @@ def _weight_map(tied: bool) -> WeightMap:
         source, param = f"model.layers.{i}", f"blocks.{i}"
         places[f"{source}.norm.weight"] = Placement(f"{param}.norm", 0, HIDDEN, (HIDDEN,))
         places[f"{source}.self_attn.o_proj.weight"] = Placement(f"{param}.out", 0, HIDDEN, (HIDDEN, Q_ROWS), 1)
+        attention = [("self_attn.q_proj", Q_ROWS), ("self_attn.k_proj", KV_ROWS), ("self_attn.v_proj", KV_ROWS)]
         fused = {
-            f"{param}.qkv": [("self_attn.q_proj", Q_ROWS), ("self_attn.k_proj", KV_ROWS), ("self_attn.v_proj", KV_ROWS)],
+            f"{param}.qkv": attention,
             f"{param}.gate_up": [("mlp.gate_proj", INTERMEDIATE), ("mlp.up_proj", INTERMEDIATE)],
         }
         for target, parts in fused.items():
@@ -114,8 +117,6 @@ def save_single(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def save_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """Two shards, split so that a fused parameter straddles them."""
-    import json
-
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     parts = {"a.safetensors": names[0::2], "b.safetensors": names[1::2]}
@@ -126,10 +127,10 @@ def save_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def loaded(folder: Path, tensors: dict[str, torch.Tensor], **model: object) -> TinyModel:
+def loaded(
+    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, tied: bool = True
+) -> TinyModel:
     """A model cold-loaded from `tensors`."""
-    from engine.weights.loader import load_weights
-
-    fresh = TinyModel(**model)  # type: ignore[arg-type]
+    fresh = TinyModel(dtype, tied)
     load_weights(fresh, save_single(folder, tensors))
     return fresh

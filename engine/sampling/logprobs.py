@@ -1,0 +1,54 @@
+"""Log-probabilities of given logits.
+
+Owns the shared arithmetic of sampling and scoring: log-softmax at chosen ids, the highest
+alternatives, entropy. Ignores where logits come from and which definition a caller wants.
+
+Everything is float32 and runs where its arguments are. Shapes: N rows, V vocabulary, K
+alternatives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.sampling.params import GREEDY_BELOW
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Bounds the temporaries over logits to 64 MiB."""
+
+
+def scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / T; the logits themselves at T = 1 and at T = 0, where `temperature` means `raw`."""
+    if temperature == 1.0 or temperature < GREEDY_BELOW:
+        return logits_NV
+    return logits_NV / temperature
+
+
+def token_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """float32 [N]: log softmax(logits / T) at each row's target id (int64 [N])."""
+    rows = max(1, _CHUNK_ELEMENTS // max(1, logits_NV.shape[-1]))
+    out_N = torch.empty(len(targets_N), dtype=torch.float32, device=logits_NV.device)
+    for start in range(0, len(targets_N), rows):
+        part = slice(start, start + rows)
+        values_NV = scaled(logits_NV[part].float(), temperature)
+        chosen_N = values_NV.gather(-1, targets_N[part, None]).squeeze(-1)
+        out_N[part] = chosen_N - torch.logsumexp(values_NV, dim=-1)
+    return out_N
+
+
+def top_logprobs(logprobs_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k highest per row: ids int64 [N, K] and values [N, K], descending, ties by lower id."""
+    values_NK, ids_NK = torch.topk(logprobs_NV, k, dim=-1)
+    crossing_N = (logprobs_NV >= values_NK[:, -1:]).sum(-1) > k
+    for row in crossing_N.nonzero()[:, 0].tolist():
+        order_V = torch.sort(logprobs_NV[row], descending=True, stable=True).indices
+        ids_NK[row] = order_V[:k]
+    ids_NK = ids_NK.sort(dim=-1).values
+    values_NK, order_NK = logprobs_NV.gather(-1, ids_NK).sort(dim=-1, descending=True, stable=True)
+    return ids_NK.gather(-1, order_NK), values_NK
+
+
+def entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:
+    """float32 [N] in nats; an id of probability 0 contributes nothing."""
+    probs_NV = logprobs_NV.exp()
+    return -(probs_NV * logprobs_NV.clamp(min=torch.finfo(torch.float32).min)).sum(-1)

@@ -115,7 +115,9 @@ def _build(kind: type, tree: Any, prefix: str) -> Any:
     try:
         return kind(**values)
     except TypeError as error:
-        raise InvalidRequest(field=prefix.rstrip(".") or kind.__name__, expected="all required keys", actual=error) from error
+        raise InvalidRequest(
+            field=prefix.rstrip(".") or kind.__name__, expected="all required keys", actual=error
+        ) from error
 
 
 def _coerce(hint: Any, value: Any, key: str) -> Any:

@@ -212,15 +212,19 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ScoredSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
-    """float32 log-probabilities over [start, length); NaN at position 0, which has none."""
+    """float32 log-probabilities over [start, length); NaN at position 0, which has none.
+    `policy_version` is the one that computed them."""
 
     logprobs: np.ndarray
+    policy_version: int = 0
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     cached_tokens: int = 0
 
 
 class ScoreOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """`policy_version` is the engine's when the reply was made."""
+
     sequences: list[ScoredSequence]
     policy_version: int
 

@@ -1,0 +1,135 @@
+"""From a model folder and a configuration to the parts of an engine.
+
+Owns the resolution of every "auto" and the sizes that follow from the device. Ignores how the
+parts work together (`engine.engine`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention.registry import make_attention, resolve_attention
+from engine.cache.prefix_cache import PrefixCache
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.memory.allocator import PageAllocator
+from engine.memory.kv_pool import KVPool
+from engine.memory.request_table import RequestTable
+from engine.memory.residency import MemoryTags
+from engine.metrics import EngineCounters
+from engine.models.decoder import DenseDecoderLM
+from engine.models.registry import build_model
+from engine.models.spec import DTYPES, ModelSpec, read_spec
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.scheduler.pages import PageManager
+from engine.validation import EngineLimits
+from engine.weights.loader import load_weights
+
+
+@dataclass(slots=True)
+class Parts:
+    """What an engine is made of. `config` has no "auto" left."""
+
+    config: EngineConfig
+    device: torch.device
+    model: DenseDecoderLM
+    limits: EngineLimits
+    pages: PageManager
+    cache: PrefixCache
+    runner: ModelRunner
+    sampler: Sampler
+    memory: MemoryTags
+    counters: EngineCounters
+    layout: str
+    """Cache key of the stored states' arrangement."""
+
+
+def build_parts(folder: Path, config: EngineConfig) -> Parts:
+    """Load the model and size the pools."""
+    spec = read_spec(folder)
+    config = resolve(config, spec)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    model = build_model(spec, dtype, device)
+    load_weights(model, folder)
+    page_size = config.cache.page_size
+    num_pages = kv_tokens(config, spec, device, dtype) // page_size
+    pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
+    backend = make_attention(config.attention, spec, device, config.deterministic)
+    allocator = PageAllocator(num_pages)
+    cache = PrefixCache(allocator, page_size)
+    # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
+    table = RequestTable(2 * config.scheduler.max_running, -(-spec.context_len // page_size))
+    return Parts(
+        config=config,
+        device=device,
+        model=model,
+        limits=EngineLimits(spec.vocab_size, spec.context_len, num_pages * page_size, config.scheduler.max_waiting),
+        pages=PageManager(cache, allocator, table, pool, page_size),
+        cache=cache,
+        runner=ModelRunner(model, pool, backend),
+        sampler=Sampler(spec.vocab_size, device),
+        memory=MemoryTags(model, pool, cache),
+        counters=EngineCounters(),
+        layout=f"{config.dtype}/{page_size}",
+    )
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """A configuration with concrete device, dtype and attention backend."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise InvalidRequest(field="device", expected="a torch device", actual=device) from error
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = next(name for name, value in DTYPES.items() if value == spec.dtype)
+        if device == "cpu" and dtype == "float16":
+            dtype = "bfloat16"
+    if dtype not in DTYPES:
+        raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
+    _positive("cache.page_size", config.cache.page_size)
+    for name in ("max_running", "max_waiting", "prefill_tokens"):
+        _positive(f"scheduler.{name}", getattr(config.scheduler, name))
+    if config.scheduler.lookahead < 0:
+        raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=config.scheduler.lookahead)
+    if not 0 < config.cache.memory_fraction < 1:
+        raise InvalidRequest(
+            field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
+        )
+    attention = resolve_attention(config.attention, spec, device)
+    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention)
+
+
+def kv_tokens(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens the key/value pool holds, a multiple of the page size."""
+    page_size = config.cache.page_size
+    wanted = config.cache.kv_tokens
+    if not isinstance(wanted, int):
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        fits = int(_free_bytes(device) * config.cache.memory_fraction) // token_bytes
+        wanted = fits if device.type == "cuda" else min(fits, config.scheduler.max_running * spec.context_len)
+    if wanted < page_size:
+        raise InvalidRequest(field="cache.kv_tokens", expected=f"at least one page of {page_size}", actual=wanted)
+    return wanted // page_size * page_size
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _positive(field: str, value: int) -> None:
+    if value < 1:
+        raise InvalidRequest(field=field, expected="1 or more", actual=value)

@@ -1,0 +1,457 @@
+"""The engine: one model, its cache and its running samples, in one thread.
+
+Owns how the parts are put together and what callers may do with them between steps. Ignores
+HTTP, Ray, text and trainers. Nothing here is thread-safe: whoever made the engine calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from engine.build import Parts, build_parts
+from engine.cache.key import Namespace
+from engine.config import EngineConfig
+from engine.errors import Conflict, Corrupt, InvalidRequest, Overloaded, Paused, SparkrollError
+from engine.memory.allocator import PageState
+from engine.metrics import EngineGauges
+from engine.policy import PolicyState
+from engine.request import Group, GroupSink, Sample, SampleState, StopWatcher
+from engine.sampling.params import RowSampling
+from engine.sampling.seeds import derive_seed, fresh_seed
+from engine.scheduler.batching import BatchBuilder
+from engine.scheduler.commit import Committer
+from engine.scheduler.jobs import ScoreJob
+from engine.scheduler.loop import SerialLoop
+from engine.scheduler.prefill import ScoreTask
+from engine.scheduler.scheduler import Scheduler
+from engine.types import (
+    AbortOutcome,
+    GroupOutput,
+    GroupRequest,
+    NamedTensor,
+    PauseMode,
+    PauseReport,
+    SampleDelta,
+    SampleOutput,
+    ScoreOutput,
+    ScoreRequest,
+    UpdateBegin,
+    UpdateProgress,
+    UpdateReport,
+)
+from engine.validation import validate_group, validate_score
+from engine.weights.digest import model_digest
+
+PAUSE_MODES = ("drain", "abort", "retract", "in_place")
+
+
+class Engine:
+    """Serves groups of samples from one policy.
+
+    Ten lines are enough::
+
+        engine = Engine.from_pretrained(folder)
+        request = GroupRequest(group_id="g", prompt_ids=np.array([1, 2, 3], np.uint32), n=4)
+        (group,) = engine.generate([request])
+
+    Every method raises `SparkrollError` subclasses for what callers get wrong, and then has
+    changed nothing.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.config = parts.config
+        self.limits = parts.limits
+        self.counters = parts.counters
+        self.policy = PolicyState(parts.model)
+        self._groups: dict[str, Group] = {}
+        self._arrivals = 0
+        self._pause_mode: PauseMode | None = None
+        self._pause_report = PauseReport(in_flight=0, retracted=0, aborted=0)
+        self._last_commit: tuple[str, UpdateReport] | None = None
+        self._scheduler = Scheduler(parts.config.scheduler, parts.pages, parts.counters, self._namespace)
+        self._committer = Committer(self._scheduler, self._groups, parts.counters, lambda: self.policy.version)
+        builder = BatchBuilder(parts.pages.table, parts.pages.page_size, parts.device)
+        self._loop = SerialLoop(self._scheduler, builder, parts.runner, parts.sampler, self._committer, parts.counters)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
+        """Load a Hugging Face folder of a supported architecture (safetensors only)."""
+        return cls(build_parts(Path(folder), config or EngineConfig()))
+
+    # --- generation ---------------------------------------------------------------------------
+
+    def add_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher] | None = None) -> None:
+        """Queue a request; results go to `sink` from later steps."""
+        try:
+            group = self._admit_group(request, sink, watchers or {})
+        except SparkrollError:
+            self.counters.rejected += 1
+            raise
+        self._groups[request.group_id] = group
+        self.counters.groups_started += 1
+        self._scheduler.add(group.samples)
+
+    def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
+        """Run the engine until these requests are answered, beside whatever else it holds."""
+        self._refuse_while_stopped()
+        sinks = [_Collector() for _ in requests]
+        for request, sink in zip(requests, sinks, strict=True):
+            self.add_group(request, sink)
+        while any(sink.group is None and sink.error is None for sink in sinks):
+            progressed = self.step()
+            assert progressed, "work is queued but no step is possible"
+        for sink in sinks:
+            if sink.error is not None:
+                raise sink.error
+        return [sink.group for sink in sinks if sink.group is not None]
+
+    def step(self) -> bool:
+        """One iteration. False when there is nothing that may run now."""
+        self.policy.expire()
+        if self.policy.fenced or self._parts.memory.missing or self._pause_mode not in (None, "drain"):
+            return False
+        return self._loop.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something."""
+        if self.policy.fenced or self._parts.memory.missing:
+            return False
+        if self._pause_mode == "drain":
+            return not self.quiescent
+        return self._pause_mode is None and not self._scheduler.idle
+
+    def flush_deltas(self) -> None:
+        """Send the tokens since the last flush to the sinks that want them."""
+        for group in self._groups.values():
+            if group.sink.wants_deltas:
+                deltas = [delta for sample in group.samples if (delta := sample.delta()) is not None]
+                if deltas:
+                    group.sink.on_delta(deltas)
+
+    def abort(self, group_ids: list[str] | None = None) -> list[AbortOutcome]:
+        """End groups now, by exact id (None: all); their samples keep what they have."""
+        outcomes = []
+        for group_id in list(self._groups) if group_ids is None else group_ids:
+            group = self._groups.get(group_id)
+            if group is not None:
+                for sample in group.samples:
+                    if sample.state is not SampleState.FINISHED:
+                        self._committer.finish(sample, "abort")
+            outcomes.append(AbortOutcome(group_id=group_id, outcome="aborted" if group else "unknown"))
+        return outcomes
+
+    def add_score(self, request: ScoreRequest, job: ScoreJob) -> None:
+        """Queue a scoring request; `job` is called back when all its sequences have run."""
+        self._refuse_while_stopped()
+        validate_score(request, self.limits)
+        self.counters.scored_tokens += sum(len(ids) - request.start for ids in request.sequences)
+        self._scheduler.add_scoring(
+            [
+                ScoreTask(ids.astype(np.int32), self._scoring_namespace, make, done)
+                for ids, make, done in job.start(request, lambda: self.policy.version)
+            ]
+        )
+
+    def score(self, request: ScoreRequest) -> ScoreOutput:
+        """Log-probabilities of given tokens; runs the engine until they are there."""
+        job = ScoreJob()
+        self.add_score(request, job)
+        while job.output is None:
+            progressed = self.step()
+            assert progressed, "scoring is queued but no step is possible"
+        return job.output
+
+    # --- pausing ----------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> None:
+        """Close the gate; `pause_report` has the result once `quiescent`. Later requests wait.
+
+        drain: what has begun runs to its end (keep calling `step`). abort: everything held ends
+        now. retract: running samples go back to the queue, their pages to the cache. in_place:
+        everything freezes with its pages. Pausing again with another mode goes on from there.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(field="mode", expected=f"one of {PAUSE_MODES}", actual=mode)
+        self._pause_mode = mode
+        scheduler = self._scheduler
+        scheduler.draining = mode == "drain"
+        retracted = aborted = 0
+        if mode == "abort":
+            aborted = sum(group.unfinished for group in self._groups.values())
+            self.abort()
+        elif mode == "retract":
+            retracted = len(scheduler.running)
+            for sample in list(scheduler.running):
+                scheduler.retract(sample)
+            scheduler.reset_prefills()
+        in_flight = len(scheduler.running) + len(scheduler.prefills)
+        self._pause_report = PauseReport(in_flight=in_flight, retracted=retracted, aborted=aborted)
+
+    @property
+    def quiescent(self) -> bool:
+        """Paused, and nothing that the mode lets run is left."""
+        if self._pause_mode is None:
+            return False
+        return self._pause_mode != "drain" or not self._scheduler.has_begun_work
+
+    @property
+    def pause_report(self) -> PauseReport:
+        return self._pause_report
+
+    @property
+    def paused(self) -> PauseMode | None:
+        return self._pause_mode
+
+    def resume(self, expected_policy_version: int | None = None) -> None:
+        """Open the gate. Refused while an update is open; without a pause it does nothing."""
+        if expected_policy_version is not None and expected_policy_version != self.policy.version:
+            raise Conflict(
+                field="expected_policy_version", expected=self.policy.version, actual=expected_policy_version
+            )
+        if self._pause_mode is not None and self.policy.pending is not None:
+            raise Conflict(f"update {self.policy.pending!r} is open: commit it or roll it back, then resume")
+        self._pause_mode = None
+        self._scheduler.draining = False
+
+    # --- updates --------------------------------------------------------------------------------
+
+    def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
+        if not self._parts.memory.weights_resident:
+            raise Paused("the weights are released: resume them before an update")
+        return self.policy.begin(begin)
+
+    def update_stage(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return self.policy.stage(txn, tensors)
+
+    def update_stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
+        return self.policy.stage_folder(txn, folder)
+
+    def update_commit(self, txn: str) -> UpdateReport:
+        """Between two steps: old version before, new one after. Repeating a commit that
+        succeeded returns its report.
+
+        Running samples go on with their own pages where the policy is `keep` or the engine is
+        paused in place, and their tokens are marked `mixed_kv`; otherwise they are retracted
+        and computed again under the new weights. Tokens already sampled keep their labels.
+        """
+        if self._last_commit is not None and self._last_commit[0] == txn:
+            return self._last_commit[1]
+        began = time.perf_counter()
+        try:
+            begin, prepared = self.policy.prepare(txn)
+            keep = begin.kv_policy == "keep" or self._pause_mode == "in_place"
+            retracted = self._leave_version(keep)
+            self.policy.commit(txn)
+        except SparkrollError as error:
+            self.counters.updates_failed += 1
+            if self.policy.fenced:
+                self._fail_all(error)
+            raise
+        self._parts.memory.weights_filled()
+        cache = self._parts.cache
+        cache.bump_epoch()
+        flushed = cache.flush("stale") if begin.kv_policy == "invalidate" else 0
+        pause_ms = (time.perf_counter() - began) * 1e3
+        self.counters.updates += 1
+        self.counters.update_pause_ms += pause_ms
+        report = UpdateReport(
+            policy_version=self.policy.version,
+            drafter_version=0,
+            loaded=prepared.loaded,
+            pause_ms=pause_ms,
+            flushed_tokens=flushed,
+            retracted=retracted,
+            digest=prepared.digest,
+        )
+        self._last_commit = (txn, report)
+        return report
+
+    def update_rollback(self, txn: str) -> None:
+        self.policy.rollback(txn)
+
+    def digest(self) -> str:
+        """SHA-256 over the parameters that are being served."""
+        if "weights" in self._parts.memory.missing:
+            raise Paused("the weights are released")
+        return model_digest(self._parts.model)
+
+    # --- memory and cache -------------------------------------------------------------------------
+
+    def flush(self, scope: str = "all") -> int:
+        """Drop cached prefixes nobody uses: `all`, or `stale` ones of earlier policy versions.
+        Returns tokens freed now; pages in use go when their samples end."""
+        if scope not in ("all", "stale"):
+            raise InvalidRequest(field="scope", expected="'all' or 'stale'", actual=scope)
+        return self._parts.cache.flush(scope)
+
+    def release_memory(self, tags: list[str], level: str = "offload") -> tuple[dict[str, int], dict[str, int]]:
+        """Give memory back; bytes by tag before and after. Refused while samples are held.
+
+        Released weights are kept in host memory with `offload`; with `discard` they are gone,
+        and after `resume_memory` the engine serves nothing until a full update is committed.
+        """
+        if not self._scheduler.idle:
+            raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
+        if self.policy.pending is not None:
+            raise Conflict(f"update {self.policy.pending!r} is open")
+        return self._parts.memory.release(tags, level)
+
+    def resume_memory(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+        """Bring released memory back; what is already there stays as it is."""
+        return self._parts.memory.resume(tags)
+
+    # --- looking -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self.policy.fenced:
+            return "fenced"
+        if self._parts.memory.missing:
+            return "released"
+        if self._pause_mode is not None:
+            return "paused"
+        return "updating" if self.policy.pending is not None else "ready"
+
+    def gauges(self) -> EngineGauges:
+        parts, scheduler = self._parts, self._scheduler
+        return EngineGauges(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.scoring),
+            prefilling=len(scheduler.prefills),
+            pages_total=parts.pages.allocator.num_pages,
+            pages_free=parts.pages.allocator.num_free,
+            pages_tree=parts.pages.allocator.count(PageState.TREE),
+            pages_private=parts.pages.allocator.count(PageState.PRIVATE),
+            page_size=parts.pages.page_size,
+            policy_version=self.policy.version,
+        )
+
+    def check(self) -> None:
+        """Assert that every page, pin and slot is accounted for. Cheap enough when idle."""
+        pages = self._parts.pages
+        pages.allocator.check()
+        pages.cache.check()
+        pages.table.check()
+        held = [s.sequence for s in self._scheduler.running if s.sequence]
+        held += [prefill.sequence for prefill in self._scheduler.prefills]
+        assert len(held) == pages.table.num_slots - pages.table.num_free, "a slot is held by nobody"
+        private = sum(int(pages.table.num_pages_S[s.slot]) - s.receipt.length // pages.page_size for s in held)
+        assert private == pages.allocator.count(PageState.PRIVATE), "a private page is held by nobody"
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _admit_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher]) -> Group:
+        if self.policy.fenced:
+            raise Corrupt(f"this engine is fenced: {self.policy.fenced}")
+        if self._parts.memory.missing:
+            raise Paused(f"memory is released: {sorted(self._parts.memory.missing)}")
+        validate_group(request, self.limits)
+        if request.group_id in self._groups:
+            raise Conflict(field="group_id", expected="an id no live group has", actual=request.group_id)
+        if request.min_policy_version is not None and request.min_policy_version > self.policy.version:
+            raise Conflict(
+                field="min_policy_version", expected=f"at most {self.policy.version}", actual=request.min_policy_version
+            )
+        entries = {entry.index: entry for entry in request.resume or []}
+        indices = sorted(entries) if entries else range(request.n)
+        if len(self._scheduler.waiting) + len(indices) > self.limits.max_waiting:
+            raise Overloaded(
+                field="queue",
+                expected=f"at most {self.limits.max_waiting} waiting samples",
+                actual=len(self._scheduler.waiting) + len(indices),
+                retry_after_ms=1000,
+            )
+        self._arrivals += 1
+        group = Group(request, request.prompt_ids.astype(np.int32), sink, self._arrivals)
+        seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
+        for index in indices:
+            seeds = request.sampling.seeds
+            resumed = entries[index].ids.tolist() if index in entries else []
+            row = RowSampling(
+                request.sampling,
+                request.want,
+                seeds[index] if seeds else derive_seed(seed, index),
+                group.prompt,
+                self._parts.model.spec.eos_ids,
+                resumed,
+            )
+            watcher = watchers.get(index)
+            if resumed and watcher is not None:
+                watcher.observe(resumed)
+            group.samples.append(
+                Sample(group, index, row.seed, row, resumed, len(resumed), watcher, delivered=len(resumed))
+            )
+        group.unfinished = len(group.samples)
+        return group
+
+    def _refuse_while_stopped(self) -> None:
+        """For calls that run the loop themselves and would wait for ever."""
+        if self.policy.fenced:
+            raise Corrupt(f"this engine is fenced: {self.policy.fenced}")
+        if self._parts.memory.missing:
+            raise Paused(f"memory is released: {sorted(self._parts.memory.missing)}")
+        if self._pause_mode is not None:
+            raise Paused("generation is paused: resume first")
+
+    def _leave_version(self, keep: bool) -> int:
+        """Prepare running work for new weights. Returns how many samples were retracted."""
+        scheduler = self._scheduler
+        scheduler.reset_prefills()
+        running = list(scheduler.running)
+        for sample in running:
+            if keep:
+                assert sample.sequence is not None
+                sample.sequence.publishable = False
+                sample.mixed_kv = True
+            else:
+                scheduler.retract(sample, publish=False)
+        return 0 if keep else len(running)
+
+    def _fail_all(self, error: SparkrollError) -> None:
+        for group in list(self._groups.values()):
+            for sample in group.samples:
+                if sample.state is not SampleState.FINISHED:
+                    self._committer.fail(sample, error.code, error.message)
+
+    def _namespace(self, group: Group) -> Namespace:
+        """Where a group's pages live in the cache under the present policy. With the prefix cache
+        off, groups still share their own prompt, and nothing else."""
+        shared = self.config.cache.prefix_cache
+        return Namespace(
+            epoch=self._parts.cache.current_epoch,
+            salt=group.request.cache_salt,
+            layout=self._parts.layout if shared else f"{self._parts.layout} group {group.arrival}",
+        )
+
+    def _scoring_namespace(self) -> Namespace:
+        self._arrivals += 1
+        shared = self.config.cache.prefix_cache
+        layout = self._parts.layout if shared else f"{self._parts.layout} score {self._arrivals}"
+        return Namespace(epoch=self._parts.cache.current_epoch, layout=layout)
+
+
+class _Collector:
+    """A sink that keeps the reply."""
+
+    wants_deltas = False
+
+    def __init__(self) -> None:
+        self.group: GroupOutput | None = None
+        self.error: SparkrollError | None = None
+
+    def on_delta(self, deltas: list[SampleDelta]) -> None:
+        pass
+
+    def on_sample(self, sample: SampleOutput) -> None:
+        pass
+
+    def on_group(self, group: GroupOutput) -> None:
+        self.group = group
+
+    def on_error(self, error: SparkrollError) -> None:
+        self.error = error

@@ -1,0 +1,55 @@
+"""What the engine counts.
+
+Owns numerators and denominators; whoever shows them divides. Counters never decrease. Ignores
+how they are exported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Tokens and events since the engine was made.
+
+    `prompt_tokens` and `cached_tokens` are the sums of what replies report per sample.
+    `lookup_tokens`/`hit_tokens` are the cache's own share: what prefills asked for and found.
+    `computed_tokens` went through the model in prefill, `decode_rows` in decode steps.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    decode_rows: int = 0
+    generated_tokens: int = 0
+    groups_started: int = 0
+    groups_finished: int = 0
+    samples_finished: int = 0
+    samples_aborted: int = 0
+    samples_failed: int = 0
+    retractions: int = 0
+    rejected: int = 0
+    scored_tokens: int = 0
+    updates: int = 0
+    updates_failed: int = 0
+    update_pause_ms: float = 0.0
+    step_seconds: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class EngineGauges:
+    """The present, read at one moment."""
+
+    running: int
+    waiting: int
+    prefilling: int
+    pages_total: int
+    pages_free: int
+    pages_tree: int
+    pages_private: int
+    page_size: int
+    policy_version: int

@@ -1,0 +1,126 @@
+"""From the scheduler's choice to the tensors of one forward pass.
+
+Owns the layout of a step and what is remembered between steps of the same rows. Ignores why
+these rows were chosen.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch, SharedPrefix
+from engine.memory.request_table import RequestTable
+from engine.request import Sample
+from engine.scheduler.prefill import Prefill
+
+
+class BatchBuilder:
+    """Builds a `ForwardBatch` from decode rows and prefill chunks."""
+
+    def __init__(self, table: RequestTable, page_size: int, device: torch.device) -> None:
+        self._table = table
+        self._page_size = page_size
+        self._device = device
+        self._shared_key: tuple[int, ...] = ()
+        self._shared: list[SharedPrefix] = []
+
+    def build(self, decode: list[Sample], chunks: list[tuple[Prefill, int]]) -> ForwardBatch:
+        """Decode rows first, then one row a chunk. Logits are wanted of every decode row, and of
+        the last token of every chunk that completes its prefill."""
+        slots, starts, counts, keys, ids = [], [], [], [], []
+        for sample in decode:
+            sequence = sample.sequence
+            assert sequence is not None
+            slots.append(sequence.slot)
+            starts.append(sequence.computed)
+            counts.append(1)
+            keys.append(sequence.key)
+            ids.append(sample.ids[-1])
+        tokens = [np.asarray(ids, dtype=np.int64)]
+        logit_rows = list(range(len(decode)))
+        end = len(decode)
+        for prefill, count in chunks:
+            sequence = prefill.sequence
+            slots.append(sequence.slot)
+            starts.append(sequence.computed)
+            counts.append(count)
+            keys.append(sequence.key)
+            tokens.append(prefill.tokens[sequence.computed : sequence.computed + count].astype(np.int64))
+            end += count
+            if count == prefill.remaining and prefill.samples:
+                logit_rows.append(end - 1)
+        return self._assemble(slots, starts, counts, keys, np.concatenate(tokens), logit_rows, len(decode))
+
+    def _assemble(
+        self,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        keys: list[int],
+        tokens_T: np.ndarray,
+        logit_rows: list[int],
+        num_decode: int,
+    ) -> ForwardBatch:
+        starts_B, counts_B = np.asarray(starts, dtype=np.int64), np.asarray(counts, dtype=np.int64)
+        seq_lens_B = starts_B + counts_B
+        width = int(-(-seq_lens_B.max() // self._page_size))
+        page_tables_BP = self._table.pages_SP[slots, :width]
+        if len(tokens_T) == len(slots):
+            rows_T, positions_T = np.arange(len(slots)), starts_B
+        else:
+            rows_T = np.repeat(np.arange(len(slots)), counts_B)
+            first_T = np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
+            positions_T = np.arange(len(tokens_T)) - first_T + starts_B[rows_T]
+        pages_T = page_tables_BP[rows_T, positions_T // self._page_size].astype(np.int64)
+        assert pages_T.all(), "a token's page was not reserved"
+        write_slots_T = pages_T * self._page_size + positions_T % self._page_size
+        return ForwardBatch(
+            input_ids_T=self._tensor(tokens_T),
+            positions_T=self._tensor(positions_T),
+            write_slots_T=self._tensor(write_slots_T),
+            query_lens=counts,
+            seq_lens=seq_lens_B.tolist(),
+            page_tables_BP=self._tensor(page_tables_BP),
+            row_keys=keys,
+            num_decode=num_decode,
+            logit_rows_R=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
+            shared_prefixes=self._shared_prefixes(keys[:num_decode], page_tables_BP, starts_B),
+        )
+
+    def _shared_prefixes(self, keys: list[int], page_tables_BP: np.ndarray, starts_B: np.ndarray) -> list[SharedPrefix]:
+        """Runs of neighbouring decode rows that begin with the same pages. Pages in a prefix are
+        full and never written again, so the answer holds until the rows change."""
+        key = tuple(keys)
+        if key == self._shared_key:
+            return self._shared
+        self._shared_key, self._shared = key, []
+        if len(keys) > 1:
+            # A page counts when both rows have it filled: the one being written is private.
+            full_B = starts_B[: len(keys)] // self._page_size
+            equal_BP = np.logical_and.accumulate(
+                page_tables_BP[: len(keys) - 1] == page_tables_BP[1 : len(keys)], axis=1
+            )
+            depth_B = np.minimum(equal_BP.sum(axis=1), np.minimum(full_B[:-1], full_B[1:]))
+            self._shared = _runs(depth_B.tolist())
+        return self._shared
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _runs(depths: list[int]) -> list[SharedPrefix]:
+    """Disjoint row ranges from the pages each row shares with the next one. A row that shares
+    less with its successor than that one with the next stays alone: siblings go together."""
+    runs, start = [], 0
+    while start < len(depths):
+        depth = depths[start]
+        if depth == 0 or (start + 1 < len(depths) and depths[start + 1] > depth):
+            start += 1
+            continue
+        end = start + 1
+        while end < len(depths) and depths[end] >= depth:
+            end += 1
+        runs.append(SharedPrefix(start, end + 1, depth))
+        start = end + 1
+    return runs

@@ -1,0 +1,113 @@
+"""What a step's sampled tokens do to their samples.
+
+Owns stops, lengths, version labels and the end of samples and groups. Ignores how tokens were
+sampled. Stops are checked before lengths: a stop token that is also the last allowed one is a
+stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.metrics import EngineCounters
+from engine.request import Group, Sample
+from engine.sampling.sampler import SampleResult
+from engine.scheduler.scheduler import Scheduler
+from engine.types import ErrorInfo, FinishReason
+
+
+class Committer:
+    """Applies sampled tokens and finishes samples; `groups` is the engine's table of live ones."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        groups: dict[str, Group],
+        counters: EngineCounters,
+        policy_version: Callable[[], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._groups = groups
+        self._counters = counters
+        self._policy_version = policy_version
+
+    def commit(self, samples: list[Sample], result: SampleResult) -> None:
+        """Row r of `result` is the next token of `samples[r]`."""
+        columns = HostColumns(result)
+        policy_version = self._policy_version()
+        for row, sample in enumerate(samples):
+            if columns.bad[row]:
+                self.fail(sample, "CORRUPT", "the model's logits are not finite numbers")
+                continue
+            token = columns.ids[row]
+            sample.ids.append(token)
+            sample.label(policy_version)
+            columns.append_to(sample, row)
+            sample.row.observe(token)
+            self._counters.generated_tokens += 1
+            self._check_end(sample, token)
+
+    def _check_end(self, sample: Sample, token: int) -> None:
+        params = sample.group.request.sampling
+        if token in sample.row.stop_ids:
+            sample.matched = token
+            if not params.keep_stop:
+                sample.truncate(len(sample.ids) - 1)
+            self.finish(sample, "stop")
+            return
+        if sample.watcher is not None:
+            match = sample.watcher.observe([token])
+            if match is not None:
+                sample.matched = match[1]
+                self.finish(sample, "stop")
+                return
+        if len(sample.ids) >= params.max_new:
+            self.finish(sample, "length")
+
+    def fail(self, sample: Sample, code: str, message: str) -> None:
+        sample.error = ErrorInfo(code=code, message=message)
+        self._counters.samples_failed += 1
+        self.finish(sample, "error")
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        """End one sample: its pages go to the cache, its output to the sink."""
+        self._scheduler.remove(sample)
+        sample.finish = reason
+        group = sample.group
+        group.unfinished -= 1
+        self._counters.samples_finished += 1
+        self._counters.samples_aborted += reason == "abort"
+        if group.sink.wants_deltas:
+            delta = sample.delta()
+            if delta is not None:
+                group.sink.on_delta([delta])
+        group.sink.on_sample(sample.output(group.definition))
+        if group.unfinished == 0:
+            del self._groups[group.request.group_id]
+            self._counters.groups_finished += 1
+            group.sink.on_group(group.output(self._policy_version()))
+
+
+class HostColumns:
+    """One step's results as Python numbers, read from the device once."""
+
+    def __init__(self, result: SampleResult) -> None:
+        self.ids: list[int] = result.ids.tolist()
+        self.bad: list[bool] = result.bad.tolist()
+        self._logprobs: list[float] = result.logprobs.tolist()
+        self._extra = {name: column.tolist() for name, column in result.extra_logprobs.items()}
+        self._entropy = None if result.entropy is None else result.entropy.tolist()
+        self._top_ids = None if result.top_ids is None else result.top_ids.tolist()
+        self._top_logprobs = None if result.top_logprobs is None else result.top_logprobs.tolist()
+
+    def append_to(self, sample: Sample, row: int) -> None:
+        """Append the row to the columns this sample asked for."""
+        want, columns = sample.row.want, sample.columns
+        columns.logprobs.append(self._logprobs[row])
+        for name in want.extra_logprobs:
+            columns.extra.setdefault(name, []).append(self._extra[name][row])
+        if want.entropy and self._entropy is not None:
+            columns.entropy.append(self._entropy[row])
+        if want.top_logprobs and self._top_ids is not None and self._top_logprobs is not None:
+            columns.top_ids.append(self._top_ids[row][: want.top_logprobs])
+            columns.top_logprobs.append(self._top_logprobs[row][: want.top_logprobs])

@@ -1,0 +1,153 @@
+"""The pages of running sequences: where cache, allocator and request table meet.
+
+Owns the rule of who owns a page: the first `receipt.length` tokens of a sequence lie in pages
+the tree owns and the receipt pins; everything after is private to the sequence. Ignores the
+order of work and what tokens mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.cache.key import Namespace
+from engine.cache.prefix_cache import Match, PrefixCache, Receipt
+from engine.memory.allocator import PRIVATE, PageAllocator
+from engine.memory.kv_pool import KVPool
+from engine.memory.request_table import RequestTable
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, computed) have their state in the slot's pages.
+
+    `publishable` is false once tokens of different policy versions mix in the state: such pages
+    never enter the tree.
+    """
+
+    slot: int
+    receipt: Receipt
+    computed: int
+    key: int
+    publishable: bool = True
+
+
+class PageManager:
+    """Opens, grows, forks, publishes and closes sequences."""
+
+    def __init__(
+        self, cache: PrefixCache, allocator: PageAllocator, table: RequestTable, pool: KVPool, page_size: int
+    ) -> None:
+        self.cache = cache
+        self.allocator = allocator
+        self.table = table
+        self.pool = pool
+        self.page_size = page_size
+        self._keys = 0
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def match(self, namespace: Namespace, tokens: np.ndarray, limit: int) -> Match:
+        """Read-only; at least one token is always left to compute, so that logits exist."""
+        return self.cache.match(namespace, tokens.tobytes(), limit)
+
+    def open(self, match: Match, num_tokens: int, spare: int) -> Sequence | None:
+        """Pin a match and reserve private pages up to `num_tokens`; None if there is no room.
+
+        `spare` pages must stay available beside those taken.
+        """
+        slot = self.table.take()
+        if slot is None:
+            return None
+        receipt = self.cache.acquire(match)
+        held = receipt.length // self.page_size
+        pages = self._alloc(self.pages_for(num_tokens) - held, spare)
+        if pages is None:
+            self.cache.release(receipt)
+            self.table.give_back(slot)
+            return None
+        self.table.append(slot, receipt.pages())
+        self.table.append(slot, pages)
+        return Sequence(slot, receipt, receipt.length, self._next_key())
+
+    def has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        return num_tokens <= self.table.num_pages_S[sequence.slot] * self.page_size
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for `num_tokens` in all; False, with nothing changed, when there is none."""
+        missing = self.pages_for(num_tokens) - int(self.table.num_pages_S[sequence.slot])
+        if missing <= 0:
+            return True
+        held = int(self.table.num_pages_S[sequence.slot])
+        last = int(self.table.pages_SP[sequence.slot, held - 1]) if held else 0
+        pages = self._alloc(missing, 0, after=last)
+        if pages is None:
+            return False
+        self.table.append(sequence.slot, pages)
+        return True
+
+    def publish(self, sequence: Sequence, tokens: np.ndarray) -> None:
+        """Hand every full computed page to the tree. Where the tree already has the same tokens
+        its pages replace ours, which are freed."""
+        start = sequence.receipt.length
+        end = sequence.computed // self.page_size * self.page_size
+        if not sequence.publishable or end <= start:
+            return
+        first, last = start // self.page_size, end // self.page_size
+        pages = self.table.pages(sequence.slot, first, last)
+        extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages)
+        self.table.pages_SP[sequence.slot, first:last] = extension.pages
+
+    def fork(self, parent: Sequence, num_tokens: int, spare: int) -> Sequence | None:
+        """A sequence that shares the parent's tree pages and owns a copy of the page after them.
+
+        The parent must have been published, so that less than one page is left to copy.
+        """
+        whole = parent.receipt.length // self.page_size
+        assert parent.computed - parent.receipt.length < self.page_size or not parent.publishable
+        slot = self.table.take()
+        if slot is None:
+            return None
+        pages = self._alloc(self.pages_for(num_tokens) - whole, spare)
+        if pages is None:
+            self.table.give_back(slot)
+            return None
+        (receipt,) = self.cache.fork(parent.receipt, 1)
+        self.table.append(slot, self.table.pages(parent.slot, 0, whole))
+        self.table.append(slot, pages)
+        own = self.pages_for(parent.computed) - whole
+        if own > 0:
+            sources = self.table.pages(parent.slot, whole, whole + own)
+            self.pool.copy_pages(sources.tolist(), pages[:own].tolist())
+        return Sequence(slot, receipt, parent.computed, self._next_key(), parent.publishable)
+
+    def close(self, sequence: Sequence, tokens: np.ndarray | None, cold: bool = False) -> None:
+        """Give everything back. With `tokens`, what was computed is published first."""
+        if tokens is not None:
+            self.publish(sequence, tokens)
+        private = self.table.pages(sequence.slot, sequence.receipt.length // self.page_size)
+        if len(private):
+            self.allocator.free(private, PRIVATE)
+        self.cache.release(sequence.receipt, cold=cold)
+        self.table.give_back(sequence.slot)
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or could be evicted."""
+        return self.allocator.num_free + self.cache.evictable_pages
+
+    def _alloc(self, count: int, spare: int, after: int = 0) -> np.ndarray | None:
+        if count <= 0:
+            return np.empty(0, dtype=np.int32)
+        if spare and self.available < count + spare:
+            return None
+        shortfall = count - self.allocator.num_free
+        if shortfall > 0 and self.cache.evict(shortfall) < shortfall:
+            return None
+        return self.allocator.alloc(count, after)
+
+    def _next_key(self) -> int:
+        self._keys += 1
+        return self._keys

@@ -1,0 +1,95 @@
+"""A prompt (or a sample's tokens so far) on its way through the model.
+
+Owns one computation that several samples may start from. Ignores who else is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.cache.key import Namespace
+from engine.request import Group, Sample
+from engine.scheduler.pages import Sequence
+from engine.types import CacheHit
+
+
+@dataclass(slots=True)
+class Scorer:
+    """Collects log-probabilities of given tokens [start, length) as their prefix is computed.
+
+    Position p is scored from the hidden state at p - 1, so the cache may serve at most
+    `start - 1` tokens. Rows arrive in order.
+    """
+
+    start: int
+    temperature: float = 1.0
+    top_logprobs: int = 0
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_values: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def match_limit(self) -> int:
+        return max(self.start - 1, 0)
+
+    def column(self) -> np.ndarray:
+        """float32 over [start, length); NaN at position 0, which nothing predicts."""
+        head = [np.full(1, np.nan, dtype=np.float32)] if self.start == 0 else []
+        return np.concatenate([*head, *self.logprobs]) if head or self.logprobs else np.empty(0, dtype=np.float32)
+
+    def top(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """uint32 and float32 [length - start, K]; id 0 and NaN at position 0."""
+        if not self.top_logprobs:
+            return None
+        head = self.start == 0
+        ids = [np.zeros((1, self.top_logprobs), dtype=np.uint32)] if head else []
+        values = [np.full((1, self.top_logprobs), np.nan, dtype=np.float32)] if head else []
+        return np.concatenate([*ids, *self.top_ids]), np.concatenate([*values, *self.top_values])
+
+
+@dataclass(slots=True, eq=False)
+class ScoreTask:
+    """One sequence of a scoring request: `tokens` int32 [L], `make_scorer` for a fresh start, and
+    `on_scored(prefill)` when its tokens have run."""
+
+    tokens: np.ndarray
+    namespace_of: Callable[[], Namespace]
+    make_scorer: Callable[[], Scorer]
+    on_scored: Callable[[Prefill], None]
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """`tokens` int32 [L] under computation in `sequence`.
+
+    `samples` start from its end, in order; once every token is computed `logits_1V` holds the
+    next-token logits until the last of them has started. A prefill for a `task` starts nobody.
+    """
+
+    tokens: np.ndarray
+    namespace: Namespace
+    sequence: Sequence
+    hit: CacheHit
+    group: Group | None = None
+    task: ScoreTask | None = None
+    samples: list[Sample] = field(default_factory=list)
+    scorer: Scorer | None = None
+    logits_1V: torch.Tensor | None = None
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.sequence.computed
+
+    @property
+    def done(self) -> bool:
+        return self.remaining == 0
+
+    def common_prefix(self, tokens: np.ndarray) -> int:
+        """Tokens shared with another prompt."""
+        length = min(len(self.tokens), len(tokens))
+        differs = np.flatnonzero(self.tokens[:length] != tokens[:length])
+        return int(differs[0]) if len(differs) else length

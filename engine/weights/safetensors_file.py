@@ -69,7 +69,7 @@ class SafetensorsFile:
     def read(self, stored: StoredTensor) -> torch.Tensor:
         """The tensor's bytes as uint8 [num_bytes] on the CPU."""
         buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
-        self._read_into(memoryview(buffer.numpy()), stored.offset)
+        self._read_into(buffer.numpy().data, stored.offset)
         return buffer
 
     def verify_unchanged(self) -> None:

@@ -1,0 +1,80 @@
+"""Prometheus text from counters.
+
+Owns metric names and labels. Ignores what is counted (`engine.metrics`). Numerators and
+denominators are exported apart and divided by whoever reads them. A counter's labels include the
+engine's incarnation, so that no series ever decreases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+PREFIX = "sparkroll"
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """`groups_moved` groups went on elsewhere after an engine was lost, with `tokens_carried`
+    tokens that were not decoded again. `updates_refused` would not have raised the version."""
+
+    groups_moved: int = 0
+    tokens_carried: int = 0
+    updates_refused: int = 0
+
+    def exposition(self, *, routable: int, parked: int) -> str:
+        gauges = {"routable_engines": routable, "parked_samples": parked}
+        return exposition("router", dataclasses.asdict(self), gauges, {})
+
+
+class _Fixed:
+    """Families collected as they are."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def exposition(
+    subsystem: str, counters: Mapping[str, float], gauges: Mapping[str, float], labels: Mapping[str, str]
+) -> str:
+    """Prometheus text of `sparkroll_<subsystem>_<name>` metrics; counters end in `_total`."""
+    families: list[Metric] = []
+    for kind, values in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+        for name, value in values.items():
+            family = kind(f"{PREFIX}_{subsystem}_{name}", name.replace("_", " "), labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            families.append(family)
+    registry = CollectorRegistry()
+    registry.register(_Fixed(families))  # type: ignore[arg-type]
+    return generate_latest(registry).decode()
+
+
+def engine_exposition(stats: Any, labels: Mapping[str, str]) -> str:
+    """Prometheus text of an engine's `EngineStats`."""
+    return exposition("engine", dataclasses.asdict(stats.counters), dataclasses.asdict(stats.gauges), labels)
+
+
+def merge_exposition(texts: Iterable[str]) -> str:
+    """Join expositions of several processes; each family's header appears once, before all its
+    samples, as the format demands."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for text in texts:
+        family: tuple[list[str], list[str]] = ([], [])
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = families.setdefault(line.split(" ", 3)[2], ([], []))
+            if line.startswith("#"):
+                if line not in family[0]:
+                    family[0].append(line)
+            elif line:
+                family[1].append(line)
+    lines = [line for header, samples in families.values() for line in (*header, *samples)]
+    return "\n".join(lines) + "\n"

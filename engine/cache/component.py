@@ -1,0 +1,106 @@
+"""What the tree asks of each kind of attention state.
+
+Owns the contract between the tree and a state kind. The tree knows tokens, nodes and pins; a
+component knows which of its states a node holds and where a hit may end. Everything here is
+bookkeeping on opaque per-node values: methods return new values and what has become surplus, and
+the tree puts them in place, so that a failing operation can be undone by putting the old ones
+back. Ignores device memory altogether.
+
+Units: `start`, `end`, `at`, `keep` are tokens, multiples of the page size. A *payload* is what a
+request hands over for a stretch of tokens; a *piece* is part of a payload or of a node's value that
+changes hands.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.cache.node import Node
+    from engine.cache.radix_tree import RadixTree
+
+
+class Component(ABC):
+    """One kind of attention state along the tree's paths."""
+
+    name: str
+    every_boundary = False
+    """True if a hit may end at every page boundary the tree knows; `begin`, `step`, `pin` and
+    `unpin` are then never called, for the tree's own path pins suffice."""
+
+    def begin(self) -> Any:
+        """Match state at the empty prefix."""
+        return None
+
+    def step(self, state: Any, data: Any, start: int, end: int, whole: bool) -> tuple[Any, int]:
+        """Fold the stretch [start, end) of one node into the match state.
+
+        `whole` says that `end` is the node's own end. The second result is the first boundary
+        b > start in this stretch from which on every boundary up to `end` is usable; more than
+        `end` if none is. All components' answers are of this form, so their intersection is the
+        largest of them.
+        """
+        return state, start
+
+    def pin(self, node: Node, length: int) -> Any:
+        """Hold what a hit of `length` tokens ending at `node` needs beyond its path's nodes.
+
+        Name it by depth, not by a list of nodes: a node may be split while it is held.
+        """
+        return None
+
+    def unpin(self, held: Any) -> None:
+        """Let go of exactly what `pin` returned."""
+        return None
+
+    @abstractmethod
+    def attach(self, payload: Any, start: int, end: int) -> tuple[Any, list[Any]]:
+        """Value of a new node for payload tokens [start, end), and the pieces it takes over."""
+
+    @abstractmethod
+    def grow(self, data: Any, payload: Any, start: int, end: int) -> tuple[Any, list[Any]] | None:
+        """As `attach`, for a node extended at its end; None if its present end must stay a node."""
+
+    @abstractmethod
+    def overlap(self, data: Any, payload: Any, start: int, end: int) -> tuple[Any, list[Any], list[Any]]:
+        """Payload tokens [start, end) met a whole node the tree already has.
+
+        Returns the node's new value, the pieces it takes over, and the surplus pieces.
+        """
+
+    @abstractmethod
+    def split(self, data: Any, at: int) -> tuple[Any, Any]:
+        """Values of the two halves of a node cut `at` tokens below its start, pins included."""
+
+    @abstractmethod
+    def trim(self, data: Any, keep: int) -> tuple[Any, list[Any]]:
+        """Value of an unpinned node cut to its first `keep` tokens (0: it goes), and the pieces freed."""
+
+    @abstractmethod
+    def adopt(self, pieces: list[Any]) -> None:
+        """Pieces pass from a request to the tree. All or nothing."""
+
+    @abstractmethod
+    def disown(self, pieces: list[Any]) -> None:
+        """Undo `adopt`."""
+
+    @abstractmethod
+    def discard(self, pieces: list[Any]) -> None:
+        """Free a request's surplus pieces. All or nothing."""
+
+    @abstractmethod
+    def release(self, pieces: list[Any]) -> None:
+        """Free pieces the tree held. All or nothing."""
+
+    @abstractmethod
+    def evict(self, tree: RadixTree, want: int) -> int:
+        """Free up to `want` of this component's units, least recently used first; the number freed."""
+
+    @abstractmethod
+    def count(self, data: Any) -> int:
+        """Units a node's value holds."""
+
+    @abstractmethod
+    def check(self, held: list[tuple[Any, int]]) -> None:
+        """Assert that the (value, tokens) of all nodes are sound and agree with the allocator."""

@@ -1,0 +1,138 @@
+"""What callers of the prefix cache hold: matches, receipts, extensions and statistics.
+
+Owns these records. Ignores how they come about. A match holds nothing and may be dropped at will;
+a receipt holds a pinned path until it is released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.cache.key import Namespace
+
+if TYPE_CHECKING:
+    from engine.cache.node import Node
+
+
+class ReceiptError(AssertionError):
+    """A receipt was used after its release."""
+
+
+class Match:
+    """What the tree knew of a prompt when it was asked. Lengths are in tokens, whole pages.
+
+    `structural` is how deep the tree knows the tokens, `usable` how deep every component can
+    resume, `limited_by` the component that made the difference, "" without one. Where the two
+    differ, `structural` is the branch point at which the coming prefill should keep a state.
+    """
+
+    __slots__ = ("limited_by", "namespace", "node", "num_bytes", "structural", "tokens", "usable", "version")
+
+    def __init__(
+        self, namespace: Namespace, tokens: bytes, num_bytes: int, node: Node | None, structural: int, version: int
+    ) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.num_bytes = num_bytes
+        self.node = node
+        self.structural = structural
+        self.usable = structural
+        self.limited_by = ""
+        self.version = version
+
+    def __repr__(self) -> str:
+        return f"Match(structural={self.structural}, usable={self.usable}, limited_by={self.limited_by!r})"
+
+
+class Receipt:
+    """A pinned path: `length` tokens whose states stay until this receipt is released.
+
+    `held` lists what the restricting components took for it, and nothing else is given back.
+    """
+
+    __slots__ = ("_node", "held", "length")
+
+    def __init__(self, node: Node, length: int, held: list[Any] | None) -> None:
+        self._node: Node | None = node
+        self.length = length
+        self.held = held
+
+    @property
+    def live(self) -> bool:
+        return self._node is not None
+
+    @property
+    def node(self) -> Node:
+        """The node that ends at `length`; raises `ReceiptError` after release."""
+        if self._node is None:
+            raise ReceiptError("the receipt has been released")
+        return self._node
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.node.root.namespace
+
+    def pages(self) -> np.ndarray:
+        """Page ids of tokens [0, length): a fresh int32 array of length / page_size."""
+        return last_pages(self.node, None)
+
+    def move(self, node: Node | None, length: int) -> None:
+        """Name another node; the cache has moved the pin."""
+        self._node = node
+        self.length = length
+
+
+class Extension:
+    """The outcome of an insert: tokens [start, end) are now in the tree.
+
+    `pages` are their canonical page ids, int32 [(end - start) / page_size]; the first `duplicates`
+    of them were in the tree already, and the request's own pages for those have been freed.
+    """
+
+    __slots__ = ("duplicates", "end", "pages", "start")
+
+    def __init__(self, start: int, end: int, pages: np.ndarray, duplicates: int) -> None:
+        self.start = start
+        self.end = end
+        self.pages = pages
+        self.duplicates = duplicates
+
+
+def last_pages(node: Node, count: int | None) -> np.ndarray:
+    """The last `count` page ids on the path to `node`, or all of them, as a fresh int32 array."""
+    parts = []
+    found = 0
+    step: Node | None = node
+    while step is not None and step.parent is not None and (count is None or found < count):
+        pages = step.data[0]
+        parts.append(pages)
+        found += len(pages)
+        step = step.parent
+    if not parts:
+        return np.empty(0, np.int32)
+    parts.reverse()
+    pages = np.concatenate(parts)
+    return pages if count is None or found == count else pages[found - count :]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts in tokens, nodes, roots and receipts. The hit rate is `hit_tokens / lookup_tokens`,
+    both summed over acquired matches."""
+
+    epoch: int
+    tokens: int
+    pinned_tokens: int
+    evictable_tokens: int
+    nodes: int
+    roots: int
+    receipts: int
+    lookup_tokens: int
+    hit_tokens: int
+    inserted_tokens: int
+    duplicate_tokens: int
+    evicted_tokens: int
+    flushed_tokens: int

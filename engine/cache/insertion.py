@@ -1,0 +1,113 @@
+"""Inserting a stretch of tokens below a node, as a transaction.
+
+Owns the order of an insert's steps and how each is undone. Components first say what would change
+hands; every change then notes how to undo it; freeing the request's duplicates, which cannot be
+undone, comes last, and moving the pin, which cannot fail, after it. Ignores receipts and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.cache.node import Node
+from engine.cache.radix_tree import TOKEN_BYTES, RadixTree
+
+
+class Insertion:
+    """One insert; `payloads[i]` is what the request hands over for component i."""
+
+    __slots__ = ("payloads", "surplus", "tree", "undo")
+
+    def __init__(self, tree: RadixTree, payloads: list[Any]) -> None:
+        self.tree = tree
+        self.payloads = payloads
+        self.surplus: list[list[Any]] = []
+        self.undo: list[Callable[[], None]] = []
+
+    def insert(self, node: Node, tokens: bytes) -> tuple[Node, int]:
+        """Make the path for `tokens` below `node`. Returns its last node and the bytes the tree had."""
+        tree, payloads = self.tree, self.payloads
+        num_bytes = len(tokens)
+        last, known, child, common = tree.descend(node, tokens, 0, num_bytes)
+        if child is not None:
+            last, revert = tree.split(child, common)
+            self.undo.append(revert)
+            known += common
+        if known:
+            self._overlap(node, last)
+            if known == num_bytes:
+                return last, known
+            tokens = tokens[known:]
+        start, end = known // TOKEN_BYTES, num_bytes // TOKEN_BYTES
+        if last is node and node.pins == 1 and not node.children and node.parent is not None:
+            grown = [c.grow(node.data[i], payloads[i], start, end) for i, c in enumerate(tree.components)]
+            if None not in grown:
+                self._adopt([pieces for _, pieces in grown])
+                self.undo.append(tree.grow(node, tokens, [value for value, _ in grown]))
+                return node, known
+        attached = [c.attach(payloads[i], start, end) for i, c in enumerate(tree.components)]
+        self._adopt([pieces for _, pieces in attached])
+        fresh = tree.add_child(last, tokens, [value for value, _ in attached])
+        self.undo.append(lambda: tree.remove_child(fresh))
+        return fresh, known
+
+    def discard_surplus(self) -> None:
+        """Free the request's duplicates."""
+        for component, pieces in zip(self.tree.components, self.surplus, strict=False):
+            if pieces:
+                component.discard(pieces)
+
+    def roll_back(self) -> None:
+        for action in reversed(self.undo):
+            action()
+
+    def _overlap(self, above: Node, last: Node) -> None:
+        """Offer the payloads to the nodes between `above` (excluded) and `last` (included)."""
+        components, payloads = self.tree.components, self.payloads
+        self.surplus = [[] for _ in components]
+        base = above.end
+        node = last
+        while node is not above:
+            parent = node.parent
+            assert parent is not None, "the path leads back to where the insert began"
+            start, end = parent.end - base, node.end - base
+            offers = [c.overlap(node.data[i], payloads[i], start, end) for i, c in enumerate(components)]
+            self._adopt([kept for _, kept, _ in offers])
+            for pieces, (_, _, spare) in zip(self.surplus, offers, strict=True):
+                pieces.extend(spare)
+            self._replace(node, [value for value, _, _ in offers])
+            node = parent
+
+    def _replace(self, node: Node, data: list[Any]) -> None:
+        old = node.data
+
+        def undo() -> None:
+            node.data = old
+
+        self.undo.append(undo)
+        node.data = data
+
+    def _adopt(self, pieces: list[list[Any]]) -> None:
+        for component, taken in zip(self.tree.components, pieces, strict=True):
+            if taken:
+                component.adopt(taken)
+                self.undo.append(lambda component=component, taken=taken: component.disown(taken))
+
+
+def hold(tree: RadixTree, node: Node, length: int) -> list[Any]:
+    """What each restricting component holds for a hit of `length` tokens at `node`; all or nothing."""
+    held: list[Any] = []
+    try:
+        for _, component in tree.picky:
+            held.append(component.pin(node, length))
+    except BaseException:
+        let_go(tree, held)
+        raise
+    return held
+
+
+def let_go(tree: RadixTree, held: list[Any]) -> None:
+    """Give back what `hold` returned."""
+    for (_, component), taken in zip(tree.picky, held, strict=False):
+        component.unpin(taken)

@@ -1,0 +1,343 @@
+"""The tree of cached prefixes: structure, pins and the order of eviction.
+
+Owns nodes and what holds between them: edges are non-empty runs of whole pages, children differ in
+their first page, a node present means all its ancestors present. Walks compare bytes in place and
+cost the tokens compared plus the nodes passed. Pins are hierarchical: a node counts the receipts
+that end at it plus its pinned children, so pinning stops at the first ancestor already pinned.
+Exactly the unpinned leaves sit in their root's leaf queue. Ignores epochs, receipts and which
+request asks: that is `prefix_cache`; and what nodes store, which is the components'.
+
+Everything is a function of the order of calls: no wall clock, no hash order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.cache.component import Component
+from engine.cache.key import Namespace
+from engine.cache.leaf_queue import LeafQueue
+from engine.cache.node import NORMAL, Node, Root
+
+TOKEN_BYTES = 4
+
+
+class RadixTree:
+    """Nodes of all namespaces over one page size. Lengths with suffix `_bytes` are edge bytes."""
+
+    def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.components = components
+        self.picky = tuple((i, c) for i, c in enumerate(components) if not c.every_boundary)
+        """The components that restrict where a hit may end."""
+        self.roots: dict[Namespace, Root] = {}
+        self.doomed: dict[Root, None] = {}
+        self.queues: dict[int, LeafQueue] = {}
+        """By epoch; evicted in ascending order."""
+        self.version = 0
+        """Changes whenever an earlier walk might now go elsewhere."""
+        self.clock = 0
+        self.num_nodes = 0
+        self.total_bytes = 0
+        self.pinned_bytes = 0
+
+    # Walking ---------------------------------------------------------------------------------
+
+    def descend(self, node: Node, tokens: bytes, pos: int, end: int) -> tuple[Node, int, Node | None, int]:
+        """Follow `tokens[pos:end]` (bytes, whole pages) down from the end of `node`.
+
+        Returns the last node wholly matched, the position reached with it, the child matched in
+        part or None, and how many of that child's bytes matched.
+        """
+        page = self.page_bytes
+        while pos < end:
+            child = node.children.get(tokens[pos : pos + page])
+            if child is None:
+                break
+            edge = child.edge
+            after = pos + len(edge)
+            if after > end or not tokens.startswith(edge, pos):
+                return node, pos, child, self._common(edge, tokens, pos, end)
+            node = child
+            pos = after
+        return node, pos, None, 0
+
+    def _common(self, edge: bytes, tokens: bytes, pos: int, end: int) -> int:
+        """Bytes, in whole pages, that `edge` shares with `tokens[pos:end]`; the first page does."""
+        high = min(len(edge), end - pos)
+        if tokens.startswith(edge[:high], pos):
+            return high
+        low = page = self.page_bytes
+        while high - low > page:
+            middle = low + (high - low) // (2 * page) * page
+            if tokens.startswith(edge[low:middle], pos + low):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def usable(self, node: Node, reached: int) -> tuple[Node, int, str]:
+        """The deepest boundary all components accept on the path to depth `reached` inside `node`.
+
+        Returns the node that holds it, its depth in tokens, and the component that most limits it.
+        """
+        path = []
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            path.append(step)
+            step = step.parent
+        best, depth, start = node.root, 0, 0
+        blamed = ""
+        states = [component.begin() for _, component in self.picky]
+        for passed in reversed(path):
+            end = min(passed.end, reached)
+            first = start
+            for k, (i, component) in enumerate(self.picky):
+                states[k], usable_from = component.step(states[k], passed.data[i], start, end, end == passed.end)
+                if usable_from > end:
+                    blamed = component.name
+                first = max(first, usable_from)
+            if first <= end:
+                best, depth = passed, end
+            start = end
+        return best, depth, blamed if depth < reached else ""
+
+    # Structure -------------------------------------------------------------------------------
+
+    def root(self, namespace: Namespace) -> Root:
+        """The namespace's root, made if it is not there."""
+        root = self.roots.get(namespace)
+        if root is None:
+            queue = self.queues.get(namespace.epoch)
+            if queue is None:
+                queue = self.queues[namespace.epoch] = LeafQueue()
+            queue.num_roots += 1
+            root = self.roots[namespace] = Root(namespace, queue)
+        return root
+
+    def drop_root(self, root: Root) -> None:
+        """Forget a root without nodes or pins."""
+        if root.doomed:
+            del self.doomed[root]
+        else:
+            del self.roots[root.namespace]
+        root.queue.num_roots -= 1
+
+    def doom(self, root: Root) -> None:
+        """Make a root unreachable for matches; its pinned nodes go as they are released."""
+        del self.roots[root.namespace]
+        root.doomed = True
+        self.doomed[root] = None
+        self.version += 1
+
+    def split(self, node: Node, at: int) -> tuple[Node, Callable[[], None]]:
+        """Cut `node` after `at` bytes; the new upper half and what undoes the cut.
+
+        The node itself becomes the lower half, so that receipts and queues keep naming it.
+        """
+        parent, edge, data = node.parent, node.edge, node.data
+        assert parent is not None and 0 < at < len(edge), f"cut at {at} of {len(edge)} bytes"
+        halves = [component.split(data[i], at // TOKEN_BYTES) for i, component in enumerate(self.components)]
+        page = self.page_bytes
+        key = edge[:page]
+        upper = Node(parent, edge[:at], node.end - (len(edge) - at) // TOKEN_BYTES, [half[0] for half in halves])
+        upper.pins = 1 if node.pins else 0
+        self.clock += 1
+        upper.stamp = self.clock
+        upper.rank = node.rank
+        node.edge = edge[at:]
+        upper.children[edge[at : at + page]] = node
+        node.data = [half[1] for half in halves]
+        node.parent = upper
+        parent.children[key] = upper
+        self.num_nodes += 1
+        self.version += 1
+
+        def undo() -> None:
+            parent.children[key] = node
+            node.parent, node.edge, node.data = parent, edge, data
+            upper.parent = None
+            self.num_nodes -= 1
+            self.version += 1
+
+        return upper, undo
+
+    def add_child(self, parent: Node, edge: bytes, data: list[Any]) -> Node:
+        """A new node under a pinned one."""
+        node = Node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, data)
+        parent.children[edge[: self.page_bytes]] = node
+        self.touch(node, NORMAL)
+        self.num_nodes += 1
+        self.total_bytes += len(edge)
+        self.version += 1
+        return node
+
+    def remove_child(self, node: Node) -> None:
+        """Take an unpinned, unqueued leaf out. Its components' pieces are the caller's to free."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.pins and not node.queued, "not a free leaf"
+        del parent.children[node.edge[: self.page_bytes]]
+        node.parent = None
+        self.num_nodes -= 1
+        self.total_bytes -= len(node.edge)
+        self.version += 1
+
+    def grow(self, node: Node, edge: bytes, data: list[Any]) -> Callable[[], None]:
+        """Lengthen a pinned leaf; `data` are its new values. Returns what undoes it."""
+        old_edge, old_data = node.edge, node.data
+
+        def undo() -> None:
+            node.edge, node.data = old_edge, old_data
+            node.end -= len(edge) // TOKEN_BYTES
+            self.total_bytes -= len(edge)
+            self.pinned_bytes -= len(edge)
+            self.version += 1
+
+        node.edge = old_edge + edge
+        node.end += len(edge) // TOKEN_BYTES
+        node.data = data
+        self.total_bytes += len(edge)
+        self.pinned_bytes += len(edge)
+        self.version += 1
+        return undo
+
+    def move_leaves(self, root: Root, queue: LeafQueue) -> None:
+        """Let `queue` hold the root's unpinned leaves from now on."""
+        old = root.queue
+        old.num_roots -= 1
+        queue.num_roots += 1
+        root.queue = queue
+        nodes: list[Node] = [root]
+        for node in nodes:
+            nodes.extend(node.children.values())
+            if node.queued:
+                old.remove(node)
+                queue.push(node)
+
+    # Pins ------------------------------------------------------------------------------------
+
+    def touch(self, node: Node, rank: int) -> None:
+        self.clock += 1
+        node.stamp = self.clock
+        node.rank = rank
+
+    def pin(self, node: Node, count: int = 1) -> None:
+        """Hold the path to `node`, `count` times."""
+        if node.queued:
+            node.root.queue.remove(node)
+        pins = node.pins
+        node.pins = pins + count
+        step: Node | None = node
+        while not pins:
+            self.pinned_bytes += len(step.edge)
+            step = step.parent
+            if step is None:
+                return
+            pins = step.pins
+            step.pins = pins + 1
+
+    def unpin(self, node: Node) -> None:
+        """Undo one pin; a leaf that nothing holds any longer may be evicted, in a doomed root goes."""
+        step: Node | None = node
+        while True:
+            step.pins -= 1
+            if step.pins:
+                break
+            self.pinned_bytes -= len(step.edge)
+            step = step.parent
+            if step is None:
+                break
+        if not node.pins:
+            root = node.root
+            if root.doomed:
+                self._sweep_up(node)
+            elif not node.children and node is not root:
+                root.queue.push(node)
+            if not root.children and not root.pins:
+                self.drop_root(root)
+
+    # Eviction --------------------------------------------------------------------------------
+
+    def evict_leaves(self, want: int) -> int:
+        """Free up to `want` pages of unpinned leaves, oldest epochs first, then cold, then least recent.
+
+        The last leaf is cut to what is needed, never taken whole.
+        """
+        pieces: list[list[Any]] = [[] for _ in self.components]
+        needed = want * self.page_bytes
+        for epoch in sorted(self.queues):
+            queue = self.queues[epoch]
+            while needed > 0:
+                node = queue.pop()
+                if node is None:
+                    break
+                size = len(node.edge)
+                if size > needed:
+                    self._trim(node, size - needed, pieces)
+                    queue.push(node)
+                    needed = 0
+                else:
+                    needed -= size
+                    self._evict_node(node, pieces)
+            if needed <= 0:
+                break
+        self._release(pieces)
+        return want - max(needed, 0) // self.page_bytes
+
+    def drop_unpinned(self, root: Root) -> int:
+        """Free everything below `root` that nothing holds; the tokens freed."""
+        pieces: list[list[Any]] = [[] for _ in self.components]
+        before = self.total_bytes
+        order: list[Node] = [root]
+        for node in order:
+            order.extend(node.children.values())
+        for node in reversed(order):
+            if not node.pins and node is not root:
+                if node.queued:
+                    root.queue.remove(node)
+                self._collect(node, 0, pieces)
+                self.remove_child(node)
+        self._release(pieces)
+        return (before - self.total_bytes) // TOKEN_BYTES
+
+    def _evict_node(self, node: Node, pieces: list[list[Any]]) -> None:
+        parent, root = node.parent, node.root
+        self._collect(node, 0, pieces)
+        self.remove_child(node)
+        assert parent is not None
+        if parent.stamp < node.stamp:
+            parent.stamp = node.stamp
+        if not parent.children and not parent.pins:
+            if parent is root:
+                self.drop_root(root)
+            else:
+                root.queue.push(parent)
+
+    def _sweep_up(self, node: Node) -> None:
+        pieces: list[list[Any]] = [[] for _ in self.components]
+        while node.parent is not None and not node.pins and not node.children:
+            parent = node.parent
+            self._collect(node, 0, pieces)
+            self.remove_child(node)
+            node = parent
+        self._release(pieces)
+
+    def _trim(self, node: Node, keep: int, pieces: list[list[Any]]) -> None:
+        cut = len(node.edge) - keep
+        self._collect(node, keep // TOKEN_BYTES, pieces)
+        node.edge = node.edge[:keep]
+        node.end -= cut // TOKEN_BYTES
+        self.total_bytes -= cut
+        self.version += 1
+
+    def _collect(self, node: Node, keep: int, pieces: list[list[Any]]) -> None:
+        data = node.data
+        for i, component in enumerate(self.components):
+            data[i], freed = component.trim(data[i], keep)
+            pieces[i] += freed
+
+    def _release(self, pieces: list[list[Any]]) -> None:
+        for component, freed in zip(self.components, pieces, strict=True):
+            if freed:
+                component.release(freed)

@@ -59,10 +59,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
 
 
-def load_config(kind: type[C], toml: Path | None = None, overrides: list[str] | None = None) -> C:
+def load_config(
+    kind: type[C], toml: Path | None = None, overrides: list[str] | None = None, base: C | None = None
+) -> C:
     """Build `kind` from a TOML file, then `a.b=value` overrides (values are TOML, or bare text).
 
-    Unknown keys and wrong types raise `InvalidRequest` naming the dotted key.
+    Settings that neither names come from `base`, or else are `kind`'s defaults. Unknown keys and wrong types raise `InvalidRequest` naming the dotted key.
     """
     tree: dict[str, Any] = {}
     if toml is not None:
@@ -81,7 +83,7 @@ def load_config(kind: type[C], toml: Path | None = None, overrides: list[str] | 
             if not isinstance(node, dict):
                 raise InvalidRequest(field=key, expected="a table at every parent", actual=node)
         node[leaf] = _parse_value(text.strip())
-    return _build(kind, tree, "")
+    return _build(kind, tree, "", base)
 
 
 def describe(config: Any, prefix: str = "") -> list[str]:
@@ -103,7 +105,7 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _build(kind: type, tree: Any, prefix: str) -> Any:
+def _build(kind: type, tree: Any, prefix: str, base: Any = None) -> Any:
     if not isinstance(tree, dict):
         raise InvalidRequest(field=prefix.rstrip("."), expected="a table", actual=tree)
     hints = typing.get_type_hints(kind)
@@ -111,9 +113,14 @@ def _build(kind: type, tree: Any, prefix: str) -> Any:
     unknown = sorted(set(tree) - known)
     if unknown:
         raise InvalidRequest(field=prefix + unknown[0], expected=f"one of {sorted(known)}", actual="unknown key")
-    values = {name: _coerce(hints[name], value, prefix + name) for name, value in tree.items()}
+    values = {
+        name: _build(type(inner), value, f"{prefix}{name}.", inner)
+        if dataclasses.is_dataclass(inner := getattr(base, name, None))
+        else _coerce(hints[name], value, prefix + name)
+        for name, value in tree.items()
+    }
     try:
-        return kind(**values)
+        return kind(**values) if base is None else dataclasses.replace(base, **values)
     except TypeError as error:
         raise InvalidRequest(
             field=prefix.rstrip(".") or kind.__name__, expected="all required keys", actual=error

@@ -64,7 +64,8 @@ def load_config(
 ) -> C:
     """Build `kind` from a TOML file, then `a.b=value` overrides (values are TOML, or bare text).
 
-    Settings that neither names come from `base`, or else are `kind`'s defaults. Unknown keys and wrong types raise `InvalidRequest` naming the dotted key.
+    Settings that neither names come from `base`, or else are `kind`'s defaults. Unknown keys and
+    wrong types raise `InvalidRequest` naming the dotted key.
     """
     tree: dict[str, Any] = {}
     if toml is not None:

@@ -75,7 +75,7 @@ class Component(ABC):
 
     @abstractmethod
     def trim(self, data: Any, keep: int) -> tuple[Any, list[Any]]:
-        """Value of an unpinned node cut to its first `keep` tokens (0: it goes), and the pieces freed."""
+        """Value of an unpinned leaf cut to its first `keep` tokens, and the pieces to be released."""
 
     @abstractmethod
     def adopt(self, pieces: list[Any]) -> None:
@@ -91,7 +91,11 @@ class Component(ABC):
 
     @abstractmethod
     def release(self, pieces: list[Any]) -> None:
-        """Free pieces the tree held. All or nothing."""
+        """Free pieces the tree held."""
+
+    @abstractmethod
+    def drop(self, values: list[Any]) -> None:
+        """Free all that the given nodes' values hold: these nodes are gone."""
 
     @abstractmethod
     def evict(self, tree: RadixTree, want: int) -> int:

@@ -61,6 +61,9 @@ class FullAttention(Component):
     def release(self, pieces: list[np.ndarray]) -> None:
         self.allocator.free(_joined(pieces), _TREE)
 
+    def drop(self, values: list[np.ndarray]) -> None:
+        self.allocator.free(_joined(values), _TREE)
+
     def evict(self, tree: RadixTree, want: int) -> int:
         return tree.evict_leaves(want)
 

@@ -53,36 +53,25 @@ class Receipt:
     `held` lists what the restricting components took for it, and nothing else is given back.
     """
 
-    __slots__ = ("_node", "held", "length")
+    __slots__ = ("held", "length", "node")
 
     def __init__(self, node: Node, length: int, held: list[Any] | None) -> None:
-        self._node: Node | None = node
+        self.node: Node | None = node
+        """The node that ends at `length`; None once released."""
         self.length = length
         self.held = held
 
     @property
     def live(self) -> bool:
-        return self._node is not None
-
-    @property
-    def node(self) -> Node:
-        """The node that ends at `length`; raises `ReceiptError` after release."""
-        if self._node is None:
-            raise ReceiptError("the receipt has been released")
-        return self._node
+        return self.node is not None
 
     @property
     def namespace(self) -> Namespace:
-        return self.node.root.namespace
+        return live_node(self).root.namespace
 
     def pages(self) -> np.ndarray:
         """Page ids of tokens [0, length): a fresh int32 array of length / page_size."""
-        return last_pages(self.node, None)
-
-    def move(self, node: Node | None, length: int) -> None:
-        """Name another node; the cache has moved the pin."""
-        self._node = node
-        self.length = length
+        return last_pages(live_node(self), None)
 
 
 class Extension:
@@ -99,6 +88,14 @@ class Extension:
         self.end = end
         self.pages = pages
         self.duplicates = duplicates
+
+
+def live_node(receipt: Receipt) -> Node:
+    """The receipt's node; raises `ReceiptError` after release."""
+    node = receipt.node
+    if node is None:
+        raise ReceiptError("the receipt has been released")
+    return node
 
 
 def last_pages(node: Node, count: int | None) -> np.ndarray:

@@ -14,8 +14,27 @@ from engine.cache.node import Node
 from engine.cache.radix_tree import TOKEN_BYTES, RadixTree
 
 
+def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> tuple[Node, int, list[Any] | None]:
+    """Make the path for `tokens` below `node`, all or nothing.
+
+    Returns its last node, the bytes the tree had already, and what the restricting components
+    hold for a receipt that ends there. The tree's own pin is still where it was.
+    """
+    step = Insertion(tree, payloads)
+    try:
+        target, known = step.insert(node, tokens)
+        held = hold(tree, target, target.end) if tree.picky else None
+        if held is not None:
+            step.undo.append(lambda: let_go(tree, held))
+        step.discard_surplus()
+    except BaseException:
+        step.roll_back()
+        raise
+    return target, known, held
+
+
 class Insertion:
-    """One insert; `payloads[i]` is what the request hands over for component i."""
+    """One insert under way; `payloads[i]` is what the request hands over for component i."""
 
     __slots__ = ("payloads", "surplus", "tree", "undo")
 
@@ -41,10 +60,13 @@ class Insertion:
             tokens = tokens[known:]
         start, end = known // TOKEN_BYTES, num_bytes // TOKEN_BYTES
         if last is node and node.pins == 1 and not node.children and node.parent is not None:
-            grown = [c.grow(node.data[i], payloads[i], start, end) for i, c in enumerate(tree.components)]
-            if None not in grown:
+            offers = [c.grow(node.data[i], payloads[i], start, end) for i, c in enumerate(tree.components)]
+            grown = [offer for offer in offers if offer is not None]
+            if len(grown) == len(offers):
                 self._adopt([pieces for _, pieces in grown])
-                self.undo.append(tree.grow(node, tokens, [value for value, _ in grown]))
+                edge, data = node.edge, node.data
+                tree.grow(node, tokens, [value for value, _ in grown])
+                self.undo.append(lambda: tree.shrink(node, edge, data))
                 return node, known
         attached = [c.attach(payloads[i], start, end) for i, c in enumerate(tree.components)]
         self._adopt([pieces for _, pieces in attached])

@@ -1,54 +1,85 @@
 """The order in which unpinned leaves are evicted.
 
-Owns a heap of integer keys (rank, then logical time) beside the map from key to node. Removing a
-node only forgets the map entry; the heap drops forgotten keys when they surface, and is rebuilt
-when they outnumber half of the live ones. Ignores the tree.
+Owns two sources of leaves. Released leaves carry the newest stamp there is, so a *line* per rank,
+an ordered map appended at the end, stays sorted by itself: entering, leaving and being first cost
+the same at any size. A node that becomes a leaf because its last child was evicted belongs
+somewhere in the middle: such nodes wait in a heap, from which removal only forgets the node and
+forgotten keys are dropped when they surface. Ignores the tree.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.cache.node import Node
 
-_RANK_SHIFT = 56
+_RANKS = 2
+_RANK_SHIFT = 60
+
+ABSENT, IN_LINE, EXPOSED = 0, 1, 2
+"""Where a node's `queued` says it is."""
 
 
 class LeafQueue:
-    """Holds exactly the unpinned leaves of the roots that use it; `num_roots` counts those."""
+    """Holds exactly the unpinned leaves of the roots that use it; `num_roots` counts those.
 
-    __slots__ = ("_heap", "_nodes", "num_roots")
+    A node's rank and stamp do not change while it is in here.
+    """
+
+    __slots__ = ("_exposed", "_heap", "_lines", "num_roots")
 
     def __init__(self) -> None:
+        self._lines: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(_RANKS)]
         self._heap: list[int] = []
-        self._nodes: dict[int, Node] = {}
+        self._exposed: dict[int, Node] = {}
         self.num_roots = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._exposed) + sum(map(len, self._lines))
 
     def __contains__(self, node: Node) -> bool:
-        return self._nodes.get(node.queued) is node
+        return node in self._lines[node.rank] or self._exposed.get(_key(node)) is node
 
-    def push(self, node: Node) -> None:
-        node.queued = key = node.rank << _RANK_SHIFT | node.stamp
-        self._nodes[key] = node
+    def append(self, node: Node) -> None:
+        """Add a leaf whose stamp is newer than all others'."""
+        self._lines[node.rank][node] = None
+        node.queued = IN_LINE
+
+    def insert(self, node: Node) -> None:
+        """Add a leaf with a stamp of any age."""
+        key = _key(node)
+        self._exposed[key] = node
         heappush(self._heap, key)
+        node.queued = EXPOSED
 
     def remove(self, node: Node) -> None:
-        del self._nodes[node.queued]
-        node.queued = 0
-        if len(self._heap) > 64 + len(self._nodes) * 3 // 2:
-            self._heap = list(self._nodes)
-            heapify(self._heap)
+        if node.queued == IN_LINE:
+            del self._lines[node.rank][node]
+        else:
+            del self._exposed[_key(node)]
+            if len(self._heap) > 64 + 2 * len(self._exposed):
+                self._heap = list(self._exposed)
+                heapify(self._heap)
+        node.queued = ABSENT
 
-    def pop(self) -> Node | None:
-        """The node to evict first, taken out; None when empty."""
-        while self._heap:
-            node = self._nodes.pop(heappop(self._heap), None)
+    def first(self) -> Node | None:
+        """The leaf to evict first: the lowest rank's least recently used; None when empty."""
+        found = None
+        for line in self._lines:
+            if line:
+                found = next(iter(line))
+                break
+        heap = self._heap
+        while heap:
+            node = self._exposed.get(heap[0])
             if node is not None:
-                node.queued = 0
-                return node
-        return None
+                return node if found is None or heap[0] < _key(found) else found
+            heappop(heap)
+        return found
+
+
+def _key(node: Node) -> int:
+    return node.rank << _RANK_SHIFT | node.stamp

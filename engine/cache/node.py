@@ -22,7 +22,7 @@ class Node:
     `data[i]` is what component i keeps here. `pins` counts receipts that end here plus pinned
     children, so a node is pinned exactly if something at or below it is. `stamp` is the logical
     time of the last use, unique among nodes; a child's passes to its parent when it goes.
-    `queued` is the node's key in its root's leaf queue, 0 outside it.
+    `queued` says where in its root's leaf queue the node is, 0 outside it.
     """
 
     __slots__ = ("children", "data", "edge", "end", "parent", "pins", "queued", "rank", "root", "stamp")

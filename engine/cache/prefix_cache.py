@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.cache.component import Component
 from engine.cache.full import FullAttention
-from engine.cache.handles import CacheStats, Extension, Match, Receipt, last_pages
-from engine.cache.insertion import Insertion, hold, let_go
+from engine.cache.handles import CacheStats, Extension, Match, Receipt, last_pages, live_node
+from engine.cache.insertion import hold, insert, let_go
 from engine.cache.integrity import check_tree
 from engine.cache.key import Namespace
 from engine.cache.leaf_queue import LeafQueue
@@ -91,7 +91,9 @@ class PrefixCache:
             self._drop_if_unused(node.root)
             raise
         tree.pin(node)
-        tree.touch(node, NORMAL)
+        tree.clock += 1
+        node.stamp = tree.clock
+        node.rank = NORMAL
         self._receipts += 1
         self._lookup_tokens += match.num_bytes // TOKEN_BYTES
         self._hit_tokens += length
@@ -107,39 +109,36 @@ class PrefixCache:
         payloads by name. If anything raises, all is as before.
         """
         tree = self.tree
-        node = receipt.node
+        node = receipt.node or live_node(receipt)
         num_bytes, start = len(tokens), receipt.length
         assert num_bytes == len(pages) * tree.page_bytes, f"{num_bytes} token bytes for {len(pages)} pages"
         if not num_bytes:
             return Extension(start, start, pages, 0)
-        payloads = [pages, *((states or {}).get(component.name) for component in self.components[1:])]
-        insertion = Insertion(tree, payloads)
-        try:
-            target, known = insertion.insert(node, tokens)
-            held = hold(tree, target, target.end) if tree.picky else None
-            if held is not None:
-                insertion.undo.append(lambda: let_go(tree, held))
-            insertion.discard_surplus()
-        except BaseException:
-            insertion.roll_back()
-            raise
+        if len(self.components) == 1 and tokens[: tree.page_bytes] not in node.children:
+            target, known, held = tree.append(node, tokens, pages), 0, None
+        else:
+            payloads = [pages, *((states or {}).get(component.name) for component in self.components[1:])]
+            target, known, held = insert(tree, node, tokens, payloads)
         if target is not node:
             tree.pin(target)
             tree.unpin(node)
-        tree.touch(target, NORMAL)
+        tree.clock += 1
+        target.stamp = tree.clock
+        target.rank = NORMAL
         if receipt.held is not None:
             let_go(tree, receipt.held)
             receipt.held = held
-        receipt.move(target, target.end)
+        receipt.node = target
+        receipt.length = target.end
         self._inserted_tokens += (num_bytes - known) // TOKEN_BYTES
-        self._duplicate_tokens += known // TOKEN_BYTES
         if known:
+            self._duplicate_tokens += known // TOKEN_BYTES
             pages = last_pages(target, len(pages))
         return Extension(start, receipt.length, pages, known // tree.page_bytes)
 
     def fork(self, receipt: Receipt, n: int) -> list[Receipt]:
         """`n` further receipts for what `receipt` covers, each to be released on its own."""
-        node, length, tree = receipt.node, receipt.length, self.tree
+        node, length, tree = live_node(receipt), receipt.length, self.tree
         if not tree.picky:
             if n:
                 tree.pin(node, n)
@@ -161,15 +160,17 @@ class PrefixCache:
     def release(self, receipt: Receipt, cold: bool = False) -> None:
         """Let go of exactly what the receipt took. `cold` hints that nobody will come back for it
         (its group has finished): it is then evicted before what was released without the hint."""
-        node = receipt.node
+        tree = self.tree
+        node = receipt.node or live_node(receipt)
         if receipt.held is not None:
-            let_go(self.tree, receipt.held)
-        receipt.move(None, receipt.length)
+            let_go(tree, receipt.held)
+            receipt.held = None
+        receipt.node = None
         self._receipts -= 1
-        self.tree.touch(node, COLD if cold else NORMAL)
-        before = self.tree.total_bytes
-        self.tree.unpin(node)
-        self._flushed_tokens += (before - self.tree.total_bytes) // TOKEN_BYTES
+        tree.clock += 1
+        node.stamp = tree.clock
+        node.rank = COLD if cold else NORMAL
+        tree.unpin(node)
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class PrefixCache:
             inserted_tokens=self._inserted_tokens,
             duplicate_tokens=self._duplicate_tokens,
             evicted_tokens=self._evicted_tokens,
-            flushed_tokens=self._flushed_tokens,
+            flushed_tokens=self._flushed_tokens + tree.swept_tokens,
         )
 
     def check(self) -> None:

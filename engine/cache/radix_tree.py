@@ -18,7 +18,7 @@ from typing import Any
 from engine.cache.component import Component
 from engine.cache.key import Namespace
 from engine.cache.leaf_queue import LeafQueue
-from engine.cache.node import NORMAL, Node, Root
+from engine.cache.node import Node, Root
 
 TOKEN_BYTES = 4
 
@@ -41,6 +41,8 @@ class RadixTree:
         self.num_nodes = 0
         self.total_bytes = 0
         self.pinned_bytes = 0
+        self.swept_tokens = 0
+        """Tokens freed under doomed roots as their last pins went."""
 
     # Walking ---------------------------------------------------------------------------------
 
@@ -167,7 +169,8 @@ class RadixTree:
         """A new node under a pinned one."""
         node = Node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, data)
         parent.children[edge[: self.page_bytes]] = node
-        self.touch(node, NORMAL)
+        self.clock += 1
+        node.stamp = self.clock
         self.num_nodes += 1
         self.total_bytes += len(edge)
         self.version += 1
@@ -183,24 +186,42 @@ class RadixTree:
         self.total_bytes -= len(node.edge)
         self.version += 1
 
-    def grow(self, node: Node, edge: bytes, data: list[Any]) -> Callable[[], None]:
-        """Lengthen a pinned leaf; `data` are its new values. Returns what undoes it."""
-        old_edge, old_data = node.edge, node.data
-
-        def undo() -> None:
-            node.edge, node.data = old_edge, old_data
-            node.end -= len(edge) // TOKEN_BYTES
-            self.total_bytes -= len(edge)
-            self.pinned_bytes -= len(edge)
-            self.version += 1
-
-        node.edge = old_edge + edge
+    def grow(self, node: Node, edge: bytes, data: list[Any]) -> None:
+        """Lengthen a pinned leaf; `data` are its new values."""
+        node.edge += edge
         node.end += len(edge) // TOKEN_BYTES
         node.data = data
         self.total_bytes += len(edge)
         self.pinned_bytes += len(edge)
         self.version += 1
-        return undo
+
+    def shrink(self, node: Node, edge: bytes, data: list[Any]) -> None:
+        """Undo `grow`, given what the node had before."""
+        cut = len(node.edge) - len(edge)
+        node.edge = edge
+        node.end -= cut // TOKEN_BYTES
+        node.data = data
+        self.total_bytes -= cut
+        self.pinned_bytes -= cut
+        self.version += 1
+
+    def append(self, node: Node, tokens: bytes, payload: Any) -> Node:
+        """Put `tokens`, of which nothing is known below `node`, there; the node that ends them.
+
+        For trees of one component: adopting its pieces is then the one step that can fail, and
+        nothing has changed before it.
+        """
+        component = self.components[0]
+        length = len(tokens) // TOKEN_BYTES
+        if node.pins == 1 and not node.children and node.parent is not None:
+            grown = component.grow(node.data[0], payload, 0, length)
+            if grown is not None:
+                component.adopt(grown[1])
+                self.grow(node, tokens, [grown[0]])
+                return node
+        data, pieces = component.attach(payload, 0, length)
+        component.adopt(pieces)
+        return self.add_child(node, tokens, [data])
 
     def move_leaves(self, root: Root, queue: LeafQueue) -> None:
         """Let `queue` hold the root's unpinned leaves from now on."""
@@ -213,14 +234,9 @@ class RadixTree:
             nodes.extend(node.children.values())
             if node.queued:
                 old.remove(node)
-                queue.push(node)
+                queue.insert(node)
 
     # Pins ------------------------------------------------------------------------------------
-
-    def touch(self, node: Node, rank: int) -> None:
-        self.clock += 1
-        node.stamp = self.clock
-        node.rank = rank
 
     def pin(self, node: Node, count: int = 1) -> None:
         """Hold the path to `node`, `count` times."""
@@ -253,7 +269,7 @@ class RadixTree:
             if root.doomed:
                 self._sweep_up(node)
             elif not node.children and node is not root:
-                root.queue.push(node)
+                root.queue.append(node)
             if not root.children and not root.pins:
                 self.drop_root(root)
 
@@ -264,80 +280,75 @@ class RadixTree:
 
         The last leaf is cut to what is needed, never taken whole.
         """
-        pieces: list[list[Any]] = [[] for _ in self.components]
         needed = want * self.page_bytes
+        victims: list[Node] = []
         for epoch in sorted(self.queues):
             queue = self.queues[epoch]
             while needed > 0:
-                node = queue.pop()
+                node = queue.first()
                 if node is None:
                     break
                 size = len(node.edge)
                 if size > needed:
-                    self._trim(node, size - needed, pieces)
-                    queue.push(node)
+                    self._trim(node, size - needed)
                     needed = 0
-                else:
-                    needed -= size
-                    self._evict_node(node, pieces)
+                    break
+                needed -= size
+                queue.remove(node)
+                victims.append(node)
+                parent = node.parent
+                assert parent is not None, "a root is never queued"
+                self.remove_child(node)
+                if parent.stamp < node.stamp:
+                    parent.stamp = node.stamp
+                if not parent.children and not parent.pins:
+                    if parent is node.root:
+                        self.drop_root(node.root)
+                    else:
+                        queue.insert(parent)
             if needed <= 0:
                 break
-        self._release(pieces)
+        self._drop(victims)
         return want - max(needed, 0) // self.page_bytes
 
     def drop_unpinned(self, root: Root) -> int:
         """Free everything below `root` that nothing holds; the tokens freed."""
-        pieces: list[list[Any]] = [[] for _ in self.components]
         before = self.total_bytes
         order: list[Node] = [root]
         for node in order:
             order.extend(node.children.values())
-        for node in reversed(order):
-            if not node.pins and node is not root:
-                if node.queued:
-                    root.queue.remove(node)
-                self._collect(node, 0, pieces)
-                self.remove_child(node)
-        self._release(pieces)
+        victims = [node for node in reversed(order) if not node.pins and node is not root]
+        for node in victims:
+            if node.queued:
+                root.queue.remove(node)
+            self.remove_child(node)
+        self._drop(victims)
         return (before - self.total_bytes) // TOKEN_BYTES
 
-    def _evict_node(self, node: Node, pieces: list[list[Any]]) -> None:
-        parent, root = node.parent, node.root
-        self._collect(node, 0, pieces)
-        self.remove_child(node)
-        assert parent is not None
-        if parent.stamp < node.stamp:
-            parent.stamp = node.stamp
-        if not parent.children and not parent.pins:
-            if parent is root:
-                self.drop_root(root)
-            else:
-                root.queue.push(parent)
-
     def _sweep_up(self, node: Node) -> None:
-        pieces: list[list[Any]] = [[] for _ in self.components]
+        """Free what the release of `node` has left unpinned under a doomed root."""
+        victims: list[Node] = []
         while node.parent is not None and not node.pins and not node.children:
             parent = node.parent
-            self._collect(node, 0, pieces)
             self.remove_child(node)
+            self.swept_tokens += len(node.edge) // TOKEN_BYTES
+            victims.append(node)
             node = parent
-        self._release(pieces)
+        self._drop(victims)
 
-    def _trim(self, node: Node, keep: int, pieces: list[list[Any]]) -> None:
+    def _trim(self, node: Node, keep: int) -> None:
+        """Cut an unpinned leaf to its first `keep` bytes."""
         cut = len(node.edge) - keep
-        self._collect(node, keep // TOKEN_BYTES, pieces)
+        for i, component in enumerate(self.components):
+            node.data[i], pieces = component.trim(node.data[i], keep // TOKEN_BYTES)
+            if pieces:
+                component.release(pieces)
         node.edge = node.edge[:keep]
         node.end -= cut // TOKEN_BYTES
         self.total_bytes -= cut
         self.version += 1
 
-    def _collect(self, node: Node, keep: int, pieces: list[list[Any]]) -> None:
-        data = node.data
-        for i, component in enumerate(self.components):
-            data[i], freed = component.trim(data[i], keep)
-            pieces[i] += freed
-
-    def _release(self, pieces: list[list[Any]]) -> None:
-        for component, freed in zip(self.components, pieces, strict=True):
-            if freed:
-                component.release(freed)
+    def _drop(self, victims: list[Node]) -> None:
+        if victims:
+            for i, component in enumerate(self.components):
+                component.drop([node.data[i] for node in victims])

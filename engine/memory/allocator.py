@@ -6,8 +6,9 @@ and how large it is. Page 0 belongs to nobody: page tables are padded with it.
 
 Free pages are kept as maximal extents [start, stop) of consecutive ids, in bins by power of two
 of their length, so that requests get runs of consecutive ids and a run costs a few dictionary
-operations. An extent is named by its stop, which stays when pages are taken from its front. Choices depend on the order of calls alone: two allocators given
-the same calls hand out the same ids.
+operations. An extent is named by its stop, which stays when pages are taken from its front.
+Choices depend on the order of calls alone: two allocators given the same calls hand out the same
+ids.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ class PageAllocator:
         self._ids = np.arange(num_pages + 1, dtype=np.int32)
         self._ids.flags.writeable = False
         self._id_bytes = self._ids.tobytes()
-        self._counts = [num_pages, 0, 0, 0]
+        self._counts = [0, 0, 0, 0]
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(num_pages.bit_length() + 1)]
         self._filled = 0
         if num_pages:
-            self._add_extent(1, num_pages + 1)
+            self._counts = [0, 0, num_pages, 0]
+            self._map[1:] = _FILL[PRIVATE] * num_pages
+            self.free(self._ids[1:], PRIVATE)
 
     @property
     def num_free(self) -> int:
@@ -104,24 +107,36 @@ class PageAllocator:
     def free(self, ids: np.ndarray, owner: PageState) -> None:
         """Give pages held as `owner` back. All or nothing; raises `OwnershipError`."""
         assert owner, "pages that are free cannot be freed"
-        runs = self._runs(ids, owner)
-        for start, stop in runs:
-            self._map[start:stop] = _FILL[0] * (stop - start)
-            following = self._stop_of.get(stop)
-            if following is not None:
+        filled, stop_of, start_of = self._map, self._stop_of, self._start_of
+        for start, stop in self._runs(ids, owner):
+            if stop - start == 1:
+                filled[start] = 0
+            else:
+                filled[start:stop] = _FILL[0] * (stop - start)
+            if stop in stop_of:
+                following = stop_of[stop]
                 self._remove_extent(stop, following)
                 stop = following
-            before = self._start_of.get(start)
-            if before is not None:
+            if start in start_of:
+                before = start_of[start]
                 self._remove_extent(before, start)
                 start = before
-            self._add_extent(start, stop)
+            stop_of[start] = stop
+            start_of[stop] = start
+            order = (stop - start).bit_length() - 1
+            self._bins[order][stop] = None
+            self._filled |= 1 << order
         self._counts[owner] -= len(ids)
         self._counts[0] += len(ids)
 
     def transfer(self, ids: np.ndarray, src: PageState, dst: PageState) -> None:
         """Move pages from owner `src` to `dst`, neither of them FREE. All or nothing."""
         assert src and dst, "use alloc and free to move pages from and to FREE"
+        if len(ids) == 1 and 0 < (page := ids.item(0)) <= self.num_pages and self._map[page] == src:
+            self._map[page] = dst
+            self._counts[src] -= 1
+            self._counts[dst] += 1
+            return
         fill = _FILL[dst]
         for start, stop in self._runs(ids, src):
             self._map[start:stop] = fill * (stop - start)
@@ -176,13 +191,6 @@ class PageAllocator:
             parts.append(self._take(stop, length))
             n -= length
         return np.concatenate(parts)
-
-    def _add_extent(self, start: int, stop: int) -> None:
-        self._stop_of[start] = stop
-        self._start_of[stop] = start
-        order = (stop - start).bit_length() - 1
-        self._bins[order][stop] = None
-        self._filled |= 1 << order
 
     def _remove_extent(self, start: int, stop: int) -> None:
         del self._stop_of[start]

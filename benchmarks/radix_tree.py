@@ -1,0 +1,208 @@
+"""What the prefix cache costs the scheduler's thread, in microseconds per operation.
+
+    python -m benchmarks.radix_tree [--json FILE] [--quick]
+
+Trees hold about a million tokens in ten thousand nodes. As in the engine, the tree's objects are
+frozen out of the cyclic garbage collector and the collector is off while measuring: the cache
+leaves no cycles behind, and a collection over its nodes would cost milliseconds at random moments.
+A request here is match + acquire + extend by one page + release; allocation and eviction of that
+page are timed apart. Times are wall-clock, so run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+
+from benchmarks.report import Row, at_most, report
+from engine.cache import Namespace, PrefixCache
+from engine.memory.allocator import PageAllocator, PageState
+
+NAMESPACE = Namespace()
+
+
+class Forest:
+    """A cache filled with `long` contexts of 32 edges, `short` ones of 4 edges, and single pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.random = random.Random(7)
+        self.allocator = PageAllocator(2_000_000 // page_size)
+        self.cache = PrefixCache(self.allocator, page_size)
+        self.long = [self._chain(32, 1024) for _ in range(10)]
+        self.short = self._tree()
+        while self.cache.stats().nodes < 10_000:
+            self.insert(self.tokens(64))
+
+    def tokens(self, count: int) -> bytes:
+        return np.frombuffer(self.random.randbytes(4 * count), np.int32).tobytes()
+
+    def insert(self, tokens: bytes) -> None:
+        cache = self.cache
+        receipt = cache.acquire(cache.match(NAMESPACE, tokens))
+        rest = tokens[4 * receipt.length :]
+        pages = self.allocator.alloc(len(rest) // (4 * self.page_size))
+        assert pages is not None, "the pool is large enough"
+        cache.extend(receipt, rest, pages)
+        cache.release(receipt)
+
+    def _chain(self, edges: int, length: int) -> bytes:
+        """A context whose every edge ends where another one branches off."""
+        context = self.tokens(edges * length)
+        self.insert(context)
+        for i in range(1, edges):
+            self.insert(context[: 4 * i * length] + self.tokens(self.page_size))
+        return context
+
+    def _tree(self) -> list[bytes]:
+        """Contexts of 1,024 tokens over 4 edges of 256, branching 4 x 4 x 8 x 8."""
+        level = [b""]
+        for width in (4, 4, 8, 8):
+            level = [path + self.tokens(256) for path in level for _ in range(width)]
+        for context in level:
+            self.insert(context)
+        return level
+
+
+def percentiles(samples_ns: list[int]) -> tuple[float, float]:
+    values = np.array(samples_ns) / 1000
+    return float(np.percentile(values, 50)), float(np.percentile(values, 99))
+
+
+def measure(repeats: int, prepare: Callable[[], Callable[[], object]], undo: Callable[[], object]) -> list[int]:
+    """Nanoseconds of what `prepare` returns, called once each; `undo` runs untimed after it."""
+    samples = []
+    for _ in range(repeats):
+        operation = prepare()
+        begin = perf_counter_ns()
+        operation()
+        samples.append(perf_counter_ns() - begin)
+        undo()
+    return samples
+
+
+def requests(forest: Forest, contexts: list[bytes], repeats: int, diverge: bool) -> list[int]:
+    """Whole requests: a known context plus one fresh page, or one leaving it inside its last edge."""
+    cache, allocator, page = forest.cache, forest.allocator, forest.page_size
+    context = tokens = b""
+
+    def prepare() -> Callable[[], object]:
+        nonlocal context, tokens
+        context = forest.random.choice(contexts)
+        if diverge:
+            context = context[: -4 * page * forest.random.randrange(1, 256 // page)]
+        tokens = context + forest.tokens(page)
+        pages = allocator.alloc(1)
+        assert pages is not None, "the pool is large enough"
+
+        def operation() -> None:
+            receipt = cache.acquire(cache.match(NAMESPACE, tokens, limit=len(tokens) // 4 - 1))
+            cache.extend(receipt, tokens[4 * receipt.length :], pages)
+            cache.release(receipt)
+
+        return operation
+
+    def undo() -> None:
+        """Evict the fresh page as the only cold one, and warm up the leaf that had grown by it."""
+        cache.release(cache.acquire(cache.match(NAMESPACE, tokens)), cold=True)
+        cache.evict(1)
+        cache.release(cache.acquire(cache.match(NAMESPACE, context)))
+
+    return measure(repeats, prepare, undo)
+
+
+def request_rows(page_size: int, repeats: int) -> list[Row]:
+    forest = Forest(page_size)
+    settle()
+    cache, allocator = forest.cache, forest.allocator
+    stats = cache.stats()
+    rows = [
+        Row(f"page {page_size}", "tokens cached", stats.tokens, "tokens"),
+        Row(f"page {page_size}", "nodes", stats.nodes, "nodes"),
+    ]
+
+    def add(case: str, samples: list[int], target: float | None = None) -> None:
+        middle, tail = percentiles(samples)
+        case = f"page {page_size}: {case}"
+        rows.append(Row(case, "p50", middle, "us") if target is None else at_most(case, "p50", middle, "us", target))
+        rows.append(Row(case, "p99", tail, "us"))
+
+    add("request, 1k over 4 edges", requests(forest, forest.short, repeats, False), 15)
+    add("request, 32k over 32 edges", requests(forest, forest.long, repeats // 4, False), 50)
+    long = forest.random.choice(forest.long)
+    receipt = cache.acquire(cache.match(NAMESPACE, long))
+    forks: list = []
+
+    def prepare_fork() -> Callable[[], object]:
+        return lambda: forks.extend(cache.fork(receipt, 64))
+
+    def drop_forks() -> None:
+        for fork in forks:
+            cache.release(fork)
+        forks.clear()
+
+    add("fork n=64", measure(repeats // 4, prepare_fork, drop_forks), 100)
+    add("receipt.pages, 32k over 32 edges", measure(repeats // 4, lambda: receipt.pages, lambda: None))
+    cache.release(receipt)
+    taken: list[np.ndarray | None] = []
+    add("alloc 1 page", measure(repeats, lambda: lambda: taken.append(allocator.alloc(1)), lambda: None))
+    held = iter([pages for pages in taken if pages is not None])
+    add("free 1 page", measure(repeats, lambda: lambda: allocator.free(next(held), PageState.PRIVATE), lambda: None))
+    add("request splitting an edge, 1k", requests(forest, forest.short, repeats, True))
+    add("epoch bump", measure(repeats // 4, lambda: cache.bump_epoch, lambda: None), 10)
+    cache.check()
+    return rows
+
+
+def evict_rows(page_size: int, repeats: int) -> list[Row]:
+    """Eviction among 50,000 leaves, half of which were used again after they were inserted."""
+    rows = []
+    for victims, rounds in ((1, repeats), (16, repeats // 8), (64, repeats // 16)):
+        allocator = PageAllocator(60_000)
+        cache = PrefixCache(allocator, page_size)
+        rng = random.Random(3)
+        keys = [rng.randbytes(4 * page_size) for _ in range(50_000)]
+        for again, wanted in ((False, keys), (True, rng.sample(keys, len(keys) // 2))):
+            for tokens in wanted:
+                receipt = cache.acquire(cache.match(NAMESPACE, tokens))
+                if not again:
+                    pages = allocator.alloc(1)
+                    assert pages is not None, "the pool is large enough"
+                    cache.extend(receipt, tokens, pages)
+                cache.release(receipt)
+        settle()
+        middle, tail = percentiles(measure(rounds, lambda n=victims, cache=cache: lambda: cache.evict(n), lambda: None))
+        case = f"page {page_size}: evict {victims} of 50,000 leaves"
+        rows += [at_most(case, "p50", middle, "us", 10 + 2 * victims), Row(case, "p99", tail, "us")]
+        cache.check()
+    return rows
+
+
+def settle() -> None:
+    """What the engine does once it has started: nothing built so far is garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the JSON line to this file too")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions")
+    arguments = parser.parse_args()
+    repeats = 400 if arguments.quick else 4000
+    rows = []
+    for page_size in (64, 16):
+        rows += request_rows(page_size, repeats)
+    rows += evict_rows(64, repeats)
+    report("radix_tree", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

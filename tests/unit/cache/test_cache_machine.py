@@ -1,0 +1,381 @@
+"""Random operations on the prefix cache against a dictionary of page prefixes.
+
+The oracle knows nothing of trees: a namespace is a dictionary from the bytes of a prefix to the page
+that holds its last page of tokens. All integrity checks run after every operation.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.cache import Namespace, PrefixCache, Receipt
+from engine.cache.full import FullAttention
+from engine.cache.node import Node
+from engine.memory.allocator import PageAllocator, PageState
+
+IDENTITIES = [
+    Namespace(),
+    Namespace(adapter="a"),
+    Namespace(salt="a"),
+    Namespace(adapter="a", adapter_rev=1),
+    Namespace(adapter="a1"),
+]
+
+
+class Injected(Exception):
+    pass
+
+
+class FaultyFullAttention(FullAttention):
+    """Full attention whose n-th call from now raises; `fuse` None never does."""
+
+    fuse: int | None = None
+
+    def _burn(self) -> None:
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                raise Injected
+
+    def attach(self, payload, start, end):
+        self._burn()
+        return super().attach(payload, start, end)
+
+    def grow(self, data, payload, start, end):
+        self._burn()
+        return super().grow(data, payload, start, end)
+
+    def overlap(self, data, payload, start, end):
+        self._burn()
+        return super().overlap(data, payload, start, end)
+
+    def split(self, data, at):
+        self._burn()
+        return super().split(data, at)
+
+    def adopt(self, pieces):
+        self._burn()
+        super().adopt(pieces)
+
+    def discard(self, pieces):
+        self._burn()
+        super().discard(pieces)
+
+
+def fingerprint(cache: PrefixCache) -> tuple:
+    """Everything that can make a later operation come out differently, except the clock's reading."""
+
+    def describe(node: Node) -> tuple:
+        children = tuple(describe(child) for child in node.children.values())
+        data = tuple(np.asarray(value).tobytes() for value in node.data)
+        return node.edge, node.end, data, node.pins, node.stamp, node.rank, node.queued, children
+
+    roots = [*cache.tree.roots.values(), *cache.tree.doomed]
+    described = tuple((root.namespace, root.retired, root.doomed, describe(root)) for root in roots)
+    return described, cache.allocator.states.tobytes(), cache.allocator.num_free, cache.stats()
+
+
+@dataclass(eq=False)
+class Space:
+    """The oracle's namespace: page by prefix. Flushing replaces it; receipts keep the old one."""
+
+    namespace: Namespace
+    pages: dict[bytes, int] = field(default_factory=dict)
+    flushed: bool = False
+    retired: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    receipt: Receipt
+    space: Space
+    tokens: bytes
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(page_size=st.integers(1, 4), num_pages=st.integers(4, 40))
+    def start(self, page_size: int, num_pages: int) -> None:
+        self.page_size = page_size
+        self.page_bytes = 4 * page_size
+        self.allocator = PageAllocator(num_pages)
+        self.component = FaultyFullAttention(self.allocator, page_size)
+        self.cache = PrefixCache(self.allocator, page_size, (self.component,))
+        self.spaces: dict[Namespace, Space] = {}
+        self.flushed: list[Space] = []
+        self.held: list[Held] = []
+        self.matches: list = []
+        self.private: list[np.ndarray] = []
+
+    # Helpers
+
+    def tokens(self, seed: int, max_pages: int = 6, ragged: bool = False) -> bytes:
+        """Few distinct pages, so that prefixes meet."""
+        rng = random.Random(seed)
+        length = rng.randrange(max_pages + 1) * self.page_size + (rng.randrange(self.page_size) if ragged else 0)
+        return np.array([rng.choice((0, 0, 0, 1, 2)) for _ in range(length)], np.int32).tobytes()
+
+    def namespace(self, identity: int, age: int) -> Namespace:
+        base = IDENTITIES[identity]
+        epoch = max(0, self.cache.current_epoch - age)
+        return Namespace(epoch=epoch, adapter=base.adapter, adapter_rev=base.adapter_rev, salt=base.salt)
+
+    def prefixes(self, tokens: bytes) -> list[bytes]:
+        return [tokens[:end] for end in range(self.page_bytes, len(tokens) + 1, self.page_bytes)]
+
+    def known(self, namespace: Namespace, tokens: bytes, limit: int | None) -> int:
+        """Tokens of the longest prefix in the dictionary."""
+        space = self.spaces.get(namespace)
+        count = 0
+        for prefix in self.prefixes(tokens if limit is None else tokens[: 4 * limit]):
+            if space is None or prefix not in space.pages:
+                break
+            count += self.page_size
+        return count
+
+    def pinned(self, space: Space) -> set[bytes]:
+        return {prefix for held in self.held if held.space is space for prefix in self.prefixes(held.tokens)}
+
+    def all_spaces(self) -> list[Space]:
+        return [*self.spaces.values(), *self.flushed]
+
+    def forget_unpinned(self, space: Space) -> int:
+        keep = self.pinned(space)
+        gone = [prefix for prefix in space.pages if prefix not in keep]
+        for prefix in gone:
+            del space.pages[prefix]
+        return len(gone) * self.page_size
+
+    def pick(self, seed: int) -> Held:
+        return self.held[seed % len(self.held)]
+
+    # Operations
+
+    @rule(identity=st.integers(0, 4), age=st.sampled_from((0, 0, 0, 1)), seed=st.integers(0, 400), cap=st.booleans())
+    def match(self, identity: int, age: int, seed: int, cap: bool) -> None:
+        namespace, tokens = self.namespace(identity, age), self.tokens(seed, ragged=True)
+        limit = max(0, len(tokens) // 4 - 1) if cap else None
+        before = fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.version
+        found = self.cache.match(namespace, tokens, limit)
+        assert before == (fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.version)
+        assert found.usable == found.structural == self.known(namespace, tokens, limit)
+        assert found.limited_by == ""
+        self.matches.append((found, limit))
+
+    @precondition(lambda self: self.matches)
+    @rule(which=st.integers(0, 7), late=st.booleans())
+    def acquire(self, which: int, late: bool) -> None:
+        """`late` takes a match from before other operations."""
+        found, limit = self.matches.pop(which % len(self.matches) if late else -1)
+        namespace = found.namespace
+        expected = self.known(namespace, found.tokens, limit)
+        receipt = self.cache.acquire(found)
+        space = self.spaces.setdefault(namespace, Space(namespace))
+        tokens = found.tokens[: 4 * expected]
+        assert receipt.length == expected and receipt.live and receipt.namespace == namespace
+        assert receipt.pages().tolist() == [space.pages[prefix] for prefix in self.prefixes(tokens)]
+        self.held.append(Held(receipt, space, tokens))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 7), seed=st.integers(0, 400))
+    def extend(self, which: int, seed: int) -> None:
+        held, tokens = self.pick(which), self.tokens(seed, 4)
+        pages = self.allocator.alloc(len(tokens) // self.page_bytes)
+        if pages is None:
+            return
+        ids = pages.tolist()
+        before = len(held.tokens) // self.page_bytes
+        done = self.cache.extend(held.receipt, tokens, pages)
+        held.tokens += tokens
+        canonical, duplicates = [], 0
+        for prefix, page in zip(self.prefixes(held.tokens)[before:], ids, strict=True):
+            duplicates += prefix in held.space.pages
+            canonical.append(held.space.pages.setdefault(prefix, page))
+        assert done.pages.tolist() == canonical and done.duplicates == duplicates
+        assert (done.start, done.end) == (before * self.page_size, len(held.tokens) // 4)
+        assert held.receipt.length == len(held.tokens) // 4
+        assert held.receipt.pages().tolist() == [held.space.pages[prefix] for prefix in self.prefixes(held.tokens)]
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 7), seed=st.integers(0, 400), fuse=st.integers(0, 5))
+    def extend_fails(self, which: int, seed: int, fuse: int) -> None:
+        """Whatever step fails, all is as before; if none does, give the step back by other rules."""
+        held, tokens = self.pick(which), self.tokens(seed, 4)
+        pages = self.allocator.alloc(len(tokens) // self.page_bytes)
+        if pages is None:
+            return
+        before, length = fingerprint(self.cache), held.receipt.length
+        self.component.fuse = fuse
+        try:
+            self.cache.extend(held.receipt, tokens, pages)
+        except Injected:
+            assert fingerprint(self.cache) == before and held.receipt.length == length
+            self.allocator.free(pages, PageState.PRIVATE)
+        else:
+            fresh = (page for page in pages.tolist())
+            for prefix in self.prefixes(held.tokens + tokens)[len(held.tokens) // self.page_bytes :]:
+                held.space.pages.setdefault(prefix, next(fresh))
+            held.tokens += tokens
+        finally:
+            self.component.fuse = None
+
+    @precondition(lambda self: self.matches)
+    @rule()
+    def acquire_fails(self) -> None:
+        found, limit = self.matches[-1]
+        before = fingerprint(self.cache)
+        self.component.fuse = 0
+        try:
+            receipt = self.cache.acquire(found)
+        except Injected:
+            assert fingerprint(self.cache) == before
+            self.matches.pop()
+        else:
+            tokens = found.tokens[: 4 * receipt.length]
+            space = self.spaces.setdefault(found.namespace, Space(found.namespace))
+            self.held.append(Held(receipt, space, tokens))
+        finally:
+            self.component.fuse = None
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 7), n=st.integers(0, 3))
+    def fork(self, which: int, n: int) -> None:
+        held = self.pick(which)
+        for receipt in self.cache.fork(held.receipt, n):
+            assert receipt.length == held.receipt.length
+            self.held.append(Held(receipt, held.space, held.tokens))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 7), cold=st.booleans())
+    def release(self, which: int, cold: bool) -> None:
+        held = self.held.pop(which % len(self.held))
+        self.cache.release(held.receipt, cold)
+        if held.space.flushed:
+            self.forget_unpinned(held.space)
+
+    @rule(n=st.integers(1, 3))
+    def reserve(self, n: int) -> None:
+        """A request's private pages; refused without trace if there are too few."""
+        before = fingerprint(self.cache)
+        pages = self.allocator.alloc(n)
+        if pages is None:
+            assert self.allocator.num_free < n and fingerprint(self.cache) == before
+        else:
+            self.private.append(pages)
+
+    @precondition(lambda self: self.private)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        self.allocator.free(self.private.pop(which % len(self.private)), PageState.PRIVATE)
+
+    @rule(want=st.integers(0, 12))
+    def evict(self, want: int) -> None:
+        evictable = self.cache.evictable_pages
+        assert evictable == sum(len(space.pages) - len(self.pinned(space)) for space in self.all_spaces())
+        freed = self.cache.evict(want)
+        assert freed == min(want, evictable)
+        taken = {}
+        for space in self.all_spaces():
+            keep = self.pinned(space)
+            gone = [prefix for prefix, page in space.pages.items() if self.allocator.states[page] == PageState.FREE]
+            assert keep.isdisjoint(gone)
+            for prefix in gone:
+                del space.pages[prefix]
+            assert all(
+                prefix[: -self.page_bytes] in space.pages for prefix in space.pages if len(prefix) > self.page_bytes
+            )
+            taken[space.namespace] = len(gone), len(space.pages) - len(keep)
+        assert sum(gone for gone, _ in taken.values()) == freed
+        ages = {space.namespace: -1 if space.retired else space.namespace.epoch for space in self.spaces.values()}
+        newest_taken = max((ages[name] for name in ages if taken[name][0]), default=-2)
+        assert not any(taken[name][1] for name in ages if ages[name] < newest_taken), "a newer epoch went first"
+
+    @rule()
+    def bump_epoch(self) -> None:
+        assert self.cache.bump_epoch() == self.cache.current_epoch
+
+    @rule(identity=st.integers(0, 4))
+    def retire(self, identity: int) -> None:
+        base = IDENTITIES[identity]
+        before = fingerprint(self.cache)[1:]
+        self.cache.retire(
+            lambda ns: (ns.adapter, ns.adapter_rev, ns.salt) == (base.adapter, base.adapter_rev, base.salt)
+        )
+        assert before == fingerprint(self.cache)[1:]
+        for root in self.cache.tree.roots.values():
+            self.spaces[root.namespace].retired = root.retired
+
+    @rule(scope=st.sampled_from(("all", "stale")))
+    def flush(self, scope: str) -> None:
+        expected = 0
+        for namespace, space in list(self.spaces.items()):
+            if scope == "all" or namespace.epoch < self.cache.current_epoch or space.retired:
+                del self.spaces[namespace]
+                space.flushed = True
+                self.flushed.append(space)
+                expected += self.forget_unpinned(space)
+        assert self.cache.flush(scope) == expected
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        in_tree = sum(len(space.pages) for space in self.all_spaces())
+        assert self.allocator.count(PageState.TREE) == in_tree
+        assert self.allocator.count(PageState.PRIVATE) == sum(map(len, self.private))
+        stats = self.cache.stats()
+        assert stats.tokens == in_tree * self.page_size and stats.receipts == len(self.held)
+        assert stats.tokens - stats.pinned_tokens == stats.evictable_tokens
+        present = {root.namespace for root in self.cache.tree.roots.values()}
+        for namespace, space in list(self.spaces.items()):
+            if namespace not in present:
+                assert not space.pages
+                del self.spaces[namespace]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for held in self.held:
+            self.cache.release(held.receipt)
+        for pages in self.private:
+            self.allocator.free(pages, PageState.PRIVATE)
+        self.cache.check()
+        assert self.cache.stats().pinned_tokens == 0
+        self.cache.reset()
+        self.cache.check()
+        assert self.allocator.num_free == self.allocator.num_pages
+
+
+_CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def _run(examples: int, steps: int, fixed: bool) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=fixed,
+            database=None,
+            suppress_health_check=_CHECKS,
+        ),
+    )
+
+
+def test_random_operations_agree_with_the_dictionary() -> None:
+    _run(100, 50, True)
+
+
+@pytest.mark.slow
+def test_many_random_operations_agree_with_the_dictionary() -> None:
+    _run(1000, 100, False)

@@ -238,7 +238,7 @@ class Router:
             if isinstance(result, SparkrollError):
                 raise result
 
-    async def _reopen(self, expected_policy_version: int | None) -> dict[Replica, None | SparkrollError]:
+    async def _reopen(self, expected_policy_version: int | None) -> dict[Replica, SparkrollError | None]:
         """Resume every engine, then open the gate; an engine that will not resume is fenced, so
         that nobody waits on it."""
         replicas = self._membership.routable()

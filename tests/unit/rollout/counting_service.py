@@ -28,7 +28,17 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
-from rollout.protocol import Delta, Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, SampleEnd, VersionReport
+from rollout.protocol import (
+    Delta,
+    Event,
+    GenerateCall,
+    GroupEnd,
+    Health,
+    MemoryReport,
+    Origin,
+    SampleEnd,
+    VersionReport,
+)
 from rollout.routing.errors import EngineLost
 
 

@@ -1,0 +1,302 @@
+"""One engine behind the asynchronous service interface.
+
+Owns the bridge between callers on an event loop and the engine on its thread: admission, text,
+deadlines, cancellation, health. Ignores other engines and how callers got here (in process,
+through a Ray actor, over HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+
+from engine.engine import Engine
+from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, SparkrollError
+from engine.scheduler.jobs import ScoreJob
+from engine.types import (
+    AbortOutcome,
+    NamedTensor,
+    PauseMode,
+    PauseReport,
+    ScoreOutput,
+    ScoreRequest,
+    UpdateBegin,
+    UpdateProgress,
+    UpdateReport,
+)
+from rollout.actors.engine_thread import EngineThread
+from rollout.actors.streams import EventQueue, GroupStream, Push
+from rollout.actors.text_front import TextFront
+from rollout.metrics import exposition
+from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
+from rollout.routing.sessions import SessionTable
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Snapshot:
+    """What the engine's thread last said about itself."""
+
+    state: str
+    policy_version: int
+    pending: str | None
+    running: int
+    waiting: int
+
+
+class EngineHost:
+    """Implements `RolloutService` over one `Engine`. Make and use it in one event loop::
+
+        host = EngineHost(lambda: Engine.from_pretrained(folder, config))
+        await host.start()
+        async for event in host.generate(call): ...
+        await host.stop()
+
+    `update_root` is the only folder that disk updates may come from (None: none are taken).
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        *,
+        text: TextFront | None = None,
+        engine_id: str = "engine",
+        incarnation: int = 1,
+        delta_interval_s: float = 0.03,
+        update_root: Path | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.incarnation = incarnation
+        self._text = text or TextFront(None)
+        self._update_root = update_root
+        self._streams: dict[str, GroupStream] = {}
+        self._sessions = SessionTable()
+        self._snapshot = _Snapshot("starting", 0, None, 0, 0)
+        self._limits: dict[str, object] = {}
+        self._digest: tuple[int, str] | None = None
+        self._thread = EngineThread(
+            load,
+            delta_interval_s=delta_interval_s,
+            on_turn=self._observe,
+            on_end=self._fail_streams,
+            name=engine_id,
+        )
+
+    async def start(self) -> None:
+        await self._thread.start()
+        self._limits = await self._thread.call(_describe)
+
+    async def stop(self) -> None:
+        """Every open stream and call ends with `Draining`."""
+        await self._thread.stop()
+
+    # --- generation ---------------------------------------------------------------------------
+
+    async def open(self, call: GenerateCall, push: Push) -> None:
+        """Admit a group; its events go to `push`, some perhaps before this returns.
+
+        The engine's thread is told before anything is awaited, so that calls made one after
+        another take effect in that order. Raises what the engine refuses.
+        """
+        text = self._text.read(call)
+        request = text.request
+        if request.group_id in self._streams:
+            raise Conflict(field="group_id", expected="an id no live group has", actual=request.group_id)
+        self._sessions.use(request.session_id)
+        stream = GroupStream(text, push, self._thread.emit, self._origin_at, self._forget)
+        admitted = self._thread.call(lambda engine: engine.add_group(request, stream, dict(text.watchers)))
+        self._streams[request.group_id] = stream
+        try:
+            await admitted
+        except BaseException:
+            stream.close()
+            self.cancel(request.group_id)
+            raise
+        if call.deadline_ms is not None and not stream.closed:
+            asyncio.get_running_loop().call_later(call.deadline_ms / 1000, self._expire, stream, call.deadline_ms)
+
+    def cancel(self, group_id: str) -> None:
+        """Nobody reads the group any more: end it."""
+        stream = self._streams.get(group_id)
+        if stream is not None:
+            stream.close()
+        self._thread.post(lambda engine: engine.abort([group_id]))
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Event]:
+        queue = EventQueue()
+        await self.open(call, queue.push)
+        ended = False
+        try:
+            while not ended:
+                for item in await queue.take():
+                    if isinstance(item, SparkrollError):
+                        ended = True
+                        raise item
+                    ended = isinstance(item, GroupEnd)
+                    yield item
+        finally:
+            if not ended:
+                self.cancel(call.request.group_id)
+
+    async def score(self, request: ScoreRequest) -> ScoreOutput:
+        job = ScoreJob()
+        await self._thread.call(lambda engine: engine.add_score(request, job))
+        return await self._thread.poll(partial(_scored, job=job))
+
+    async def abort(self, group_ids: list[str] | None) -> list[AbortOutcome]:
+        return await self._thread.call(lambda engine: engine.abort(group_ids))
+
+    # --- control ------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, timeout_s: float) -> PauseReport:
+        """A pause that is not quiescent in time is taken back, so that nothing stays half shut."""
+        before = await self._thread.call(partial(_pause, mode=mode))
+        report = self._thread.poll(lambda engine: engine.pause_report if engine.quiescent else None)
+        try:
+            return await asyncio.wait_for(report, timeout_s)
+        except TimeoutError:
+            await self._thread.call(lambda engine: engine.pause(before) if before else engine.resume())
+            raise DeadlineExceeded(
+                field="timeout_s", expected=f"quiescent within {timeout_s} s", actual="samples still running"
+            ) from None
+
+    async def resume(self, expected_policy_version: int | None) -> None:
+        await self._thread.call(lambda engine: engine.resume(expected_policy_version))
+
+    async def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
+        return await self._thread.call(lambda engine: engine.update_begin(begin))
+
+    async def update_disk(self, txn: str, uri: str) -> UpdateProgress:
+        folder = resolve_update_folder(uri, self._update_root)
+        return await self._thread.call(lambda engine: engine.update_stage_folder(txn, folder))
+
+    async def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return await self._thread.call(lambda engine: engine.update_stage(txn, tensors))
+
+    async def update_commit(self, txn: str) -> UpdateReport:
+        report = await self._thread.call(lambda engine: engine.update_commit(txn))
+        self._digest = (report.policy_version, report.digest)
+        return report
+
+    async def update_rollback(self, txn: str) -> None:
+        await self._thread.call(lambda engine: engine.update_rollback(txn))
+
+    async def version(self) -> VersionReport:
+        version = await self._thread.call(lambda engine: engine.policy.version)
+        if self._digest is None or self._digest[0] != version:
+            # Hashing all weights takes a while, so it is done once for each version, if ever.
+            self._digest = await self._thread.call(lambda engine: (engine.policy.version, engine.digest()))
+        version, digest = self._digest
+        return VersionReport(
+            policy_version=version, drafter_version=0, adapters={}, digest=digest, engines={self.engine_id: version}
+        )
+
+    async def flush(self, scope: str) -> int:
+        return await self._thread.call(lambda engine: engine.flush(scope))
+
+    async def release_memory(self, tags: list[str]) -> MemoryReport:
+        before, after = await self._thread.call(lambda engine: engine.release_memory(tags))
+        return MemoryReport(before=before, after=after)
+
+    async def resume_memory(self, tags: list[str]) -> MemoryReport:
+        before, after = await self._thread.call(lambda engine: engine.resume_memory(tags))
+        return MemoryReport(before=before, after=after)
+
+    async def session_open(self, session_id: str, ttl_s: float) -> None:
+        self._sessions.open(session_id, ttl_s)
+
+    async def session_close(self, session_id: str) -> None:
+        self._sessions.close(session_id)
+
+    # --- looking ------------------------------------------------------------------------------
+
+    async def origin(self) -> Origin:
+        return self._origin_at(self._snapshot.policy_version)
+
+    async def health(self) -> Health:
+        """Never waits for the engine's thread: a stuck engine is what it is there to show."""
+        seen = self._snapshot
+        return Health(
+            state="fenced" if self._thread.ended is not None else seen.state,  # type: ignore[arg-type]
+            last_step_age_ms=(time.monotonic() - self._thread.last_turn) * 1e3,
+            policy_version=seen.policy_version,
+            pending_update=seen.pending,
+            running=seen.running,
+            waiting=seen.waiting,
+        )
+
+    async def metrics(self) -> str:
+        labels = {"engine": self.engine_id, "incarnation": str(self.incarnation)}
+        counters, gauges = await self._thread.call(
+            lambda engine: (dataclasses.asdict(engine.counters), dataclasses.asdict(engine.gauges()))
+        )
+        return exposition("engine", counters, gauges, labels)
+
+    async def capabilities(self) -> dict[str, object]:
+        return {**self._limits, "text": self._text.available, "adapters": False, "drafter": False}
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _origin_at(self, policy_version: int) -> Origin:
+        return Origin(engine_id=self.engine_id, incarnation=self.incarnation, policy_version=policy_version)
+
+    def _observe(self, engine: Engine) -> None:
+        gauges = engine.gauges()
+        self._snapshot = _Snapshot(
+            engine.state, engine.policy.version, engine.policy.pending, gauges.running + gauges.prefilling,
+            gauges.waiting,
+        )
+
+    def _forget(self, stream: GroupStream) -> None:
+        if self._streams.get(stream.group_id) is stream:
+            del self._streams[stream.group_id]
+
+    def _expire(self, stream: GroupStream, deadline_ms: int) -> None:
+        if not stream.closed:
+            stream.push(DeadlineExceeded(field="deadline_ms", expected=f"done within {deadline_ms} ms", actual="running"))
+            self.cancel(stream.group_id)
+
+    def _fail_streams(self, reason: SparkrollError) -> None:
+        for stream in list(self._streams.values()):
+            stream.push(reason)
+
+
+def resolve_update_folder(uri: str, root: Path | None) -> Path:
+    """The folder a disk update names: inside `root`, after links and `..` are followed.
+
+    The refusal is the same whether the path exists or not.
+    """
+    refusal = InvalidRequest(field="uri", expected="a folder inside the allowed root", actual=uri)
+    if root is None:
+        raise InvalidRequest(field="uri", expected="no disk updates: no root is configured for them", actual=uri)
+    if "\0" in uri or "://" in uri:
+        raise refusal
+    try:
+        folder = (root / uri).resolve()
+        inside = folder.is_relative_to(root.resolve()) and folder.is_dir()
+    except (OSError, RuntimeError):
+        raise refusal from None
+    if not inside:
+        raise refusal
+    return folder
+
+
+def _pause(engine: Engine, mode: PauseMode) -> PauseMode | None:
+    before = engine.paused
+    engine.pause(mode)
+    return before
+
+
+def _describe(engine: Engine) -> dict[str, object]:
+    limits = dataclasses.asdict(engine.limits)
+    config = engine.config
+    return {**limits, "device": config.device, "dtype": config.dtype, "attention": config.attention}
+
+
+def _scored(engine: Engine, job: ScoreJob) -> ScoreOutput | None:
+    if job.output is None and engine.policy.fenced:
+        raise Corrupt(f"this engine is fenced: {engine.policy.fenced}")
+    return job.output

@@ -20,6 +20,7 @@ ErrorCode = Literal[
     "PAUSED",
     "DRAINING",
     "TIMEOUT",
+    "INTERNAL",
 ]
 
 _SHOWN = 200
@@ -138,6 +139,12 @@ class DeadlineExceeded(SparkrollError):
     retryable = True
 
 
+class InternalError(SparkrollError):
+    """A fault of the service itself; its log has the details."""
+
+    code = "INTERNAL"
+
+
 ERRORS_BY_CODE: dict[str, type[SparkrollError]] = {
     kind.code: kind
     for kind in (
@@ -152,5 +159,6 @@ ERRORS_BY_CODE: dict[str, type[SparkrollError]] = {
         Paused,
         Draining,
         DeadlineExceeded,
+        InternalError,
     )
 }

@@ -100,6 +100,15 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T], limits: WireLimi
     return value if visit is None else visit(value, ())
 
 
+def as_ids(field: str, value: Any) -> np.ndarray:
+    """Token ids from a list, array or tensor, as uint32 [T]. Raises `InvalidRequest`."""
+    try:
+        array = _array_hook(np.ndarray, value if isinstance(value, list) else np.asarray(value))
+    except ValueError as error:
+        raise InvalidRequest(field=field, expected="ids in [0, 2**32)", actual=error) from error
+    return _as_column("ids", array, ((), f".{field}"))
+
+
 def pack_array(array: np.ndarray) -> msgspec.msgpack.Ext:
     """`array` as extension 1; other byte orders and layouts are converted."""
     code = _CODES.get(array.dtype)

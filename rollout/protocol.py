@@ -7,13 +7,30 @@ engine's own.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from engine.types import GroupOutput, GroupRequest, SampleDelta, SampleOutput
+from engine.errors import ErrorCode
+from engine.types import (
+    AbortOutcome,
+    GroupOutput,
+    GroupRequest,
+    NamedTensor,
+    PauseMode,
+    SampleDelta,
+    SampleOutput,
+    ScoreRequest,
+    UpdateBegin,
+)
 
 PROTOCOL = 1
+BODY_TYPE = "application/x-msgpack"
+STREAM_TYPE = "application/x-msgpack-stream"
+RESUME_HEADER = "sparkroll-resume-from"
+"""Request header of a repeated stream call: the first sequence number still wanted."""
+
+T = TypeVar("T")
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,3 +119,116 @@ class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     before: dict[str, int]
     after: dict[str, int]
+
+
+class Reply(msgspec.Struct, Generic[T], forbid_unknown_fields=True, kw_only=True, eq=False):
+    """Every successful body: the operation's result and who gave it."""
+
+    result: T
+    origin: Origin
+
+
+class ErrorReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Every refusal. `field`, `expected` and `actual` name what was wrong where there is such a
+    thing; `state` is the service's health state, "" where it was not asked."""
+
+    code: ErrorCode
+    message: str
+    retryable: bool
+    state: str = ""
+    retry_after_ms: int | None = None
+    field: str | None = None
+    expected: str | None = None
+    actual: str | None = None
+
+
+class StreamHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The first frame of a stream. A frame comes at least every `ping_s` seconds."""
+
+    op_id: str
+    group_id: str
+    origin: Origin
+    ping_s: float
+    proto: int = PROTOCOL
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """What every operation's body holds. A repeat of `op_id` with the same body attaches to the
+    first call or gets its stored reply; with another body it is refused. `deadline_ms` counts
+    from the first arrival."""
+
+    op_id: str
+    deadline_ms: int | None = None
+    proto: int = PROTOCOL
+
+
+class ScoreCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    request: ScoreRequest
+
+
+class AbortCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """Exact group ids; null means every group."""
+
+    group_ids: list[str] | None
+
+
+class AbortReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    groups: list[AbortOutcome]
+
+
+class PauseCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    mode: PauseMode
+    timeout_ms: int = 60_000
+
+
+class ResumeCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    expected_policy_version: int | None = None
+
+
+class UpdateBeginCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    update: UpdateBegin
+
+
+class UpdateDiskCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    txn: str
+    uri: str
+
+
+class UpdateTensorsCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """One bucket. Buckets come in any number and order; a fused parameter may straddle them."""
+
+    txn: str
+    tensors: list[NamedTensor]
+
+
+class UpdateEndCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """Commits or rolls back, by route."""
+
+    txn: str
+
+
+class FlushCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    scope: Literal["all", "stale"] = "all"
+
+
+class FlushReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    tokens: int
+
+
+class MemoryCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """Releases or resumes, by route. No tags means every tag."""
+
+    tags: list[str] = msgspec.field(default_factory=list)
+
+
+class SessionOpenCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    session_id: str
+    ttl_s: float = 3600.0
+
+
+class SessionCloseCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    session_id: str
+
+
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The result of an operation that has nothing to tell."""

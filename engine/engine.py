@@ -173,10 +173,13 @@ class Engine:
 
         drain: what has begun runs to its end (keep calling `step`). abort: everything held ends
         now. retract: running samples go back to the queue, their pages to the cache. in_place:
-        everything freezes with its pages. Pausing again with another mode goes on from there.
+        everything freezes with its pages. Pausing again in the same mode does nothing, in another
+        one goes on from there.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(field="mode", expected=f"one of {PAUSE_MODES}", actual=mode)
+        if mode == self._pause_mode:
+            return
         self._pause_mode = mode
         scheduler = self._scheduler
         scheduler.draining = mode == "drain"

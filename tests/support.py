@@ -7,6 +7,7 @@ one sequence at a time, no cache, float32.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ def make_engine(
     return Engine.from_pretrained(folder, config)
 
 
-def request(group_id: str, ids, n: int = 1, want: Want | None = None, **sampling) -> GroupRequest:
+def ask(group_id: str, ids, n: int = 1, want: Want | None = None, **sampling) -> GroupRequest:
     """Greedy by default, as most cases are."""
     extra = {key: sampling.pop(key) for key in ("cache_salt", "resume", "min_policy_version") if key in sampling}
     sampling = {"temperature": 0.0, "max_new": 8} | sampling
@@ -159,3 +160,30 @@ def update(engine: Engine, folder: Path, new: int, **fields):
     engine.update_begin(begin_of(tensors, f"to-{new}", engine.policy.version, new, **fields))
     engine.update_stage(f"to-{new}", tensors)
     return engine.update_commit(f"to-{new}")
+
+
+def save_chain(folder: Path, successor: dict[int, int], eos_ids: list[int] | None = None) -> Path:
+    """A scripted target: a real model that always continues id i with `successor[i]`, or i + 1.
+
+    Attention and blocks add nothing, so the final state is the last token's embedding, and the
+    head's row of a successor is that embedding.
+    """
+    torch.manual_seed(7)
+    save_tiny(folder, seed=7, eos_token_id=eos_ids, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.nn.functional.normalize(torch.randn(VOCAB, 64), dim=-1) * 8
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.zero_()
+        for token in range(VOCAB):
+            model.lm_head.weight[successor.get(token, (token + 1) % VOCAB)] += embedding[token]
+    model.save_pretrained(folder)
+    return folder
+
+
+def chain(*ids: int) -> dict[int, int]:
+    """The successors that make a model emit ids[1:] after ids[0]."""
+    return dict(pairwise(ids))

@@ -1,0 +1,63 @@
+"""Configuration from TOML and overrides."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from engine.build import resolve
+from engine.config import EngineConfig, describe, load_config
+from engine.errors import InvalidRequest
+from engine.models.spec import read_spec
+
+
+def test_toml_then_overrides(tmp_path):
+    file = tmp_path / "engine.toml"
+    file.write_text('dtype = "float32"\n[cache]\npage_size = 4\nkv_tokens = 1024\n')
+    config = load_config(EngineConfig, file, ["cache.kv_tokens=64", "scheduler.lookahead = 2", "device=cpu"])
+    assert (config.dtype, config.device) == ("float32", "cpu")
+    assert (config.cache.page_size, config.cache.kv_tokens, config.scheduler.lookahead) == (4, 64, 2)
+    assert load_config(EngineConfig, None, ["cache.kv_tokens=auto"]).cache.kv_tokens == "auto"
+    assert load_config(EngineConfig, None, ["cache.memory_fraction=0.25"]).cache.memory_fraction == 0.25
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert "cache.page_size = 4" in describe(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("cache.pagesize=4", "cache.pagesize"),
+        ("cache.page_size=big", "cache.page_size"),
+        ("cache.page_size=true", "cache.page_size"),
+        ("cache=4", "cache"),
+        ("dtype", "dtype"),
+        ("nothing.at.all=1", "nothing"),
+    ],
+)
+def test_mistakes_are_named(override, named):
+    with pytest.raises(InvalidRequest) as caught:
+        load_config(EngineConfig, None, [override])
+    assert named in str(caught.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    for file in (Path("nowhere.toml"), tmp_path):
+        with pytest.raises(InvalidRequest, match="TOML"):
+            load_config(EngineConfig, file)
+    broken = tmp_path / "x.toml"
+    broken.write_text("a = = 1")
+    with pytest.raises(InvalidRequest, match=r"x\.toml"):
+        load_config(EngineConfig, broken)
+
+
+@pytest.mark.parametrize(
+    "override", ["cache.page_size=0", "scheduler.max_running=0", "dtype=int8", "device=nowhere", "attention=magic"]
+)
+def test_resolving_refuses_what_cannot_run(t_full, override):
+    with pytest.raises(InvalidRequest):
+        resolve(load_config(EngineConfig, None, [override]), read_spec(t_full))
+
+
+def test_resolved_configurations_have_no_auto_but_the_pool(t_full):
+    config = resolve(EngineConfig(), read_spec(t_full))
+    assert [line for line in describe(config) if "auto" in line] == ["cache.kv_tokens = 'auto'"]

@@ -1,0 +1,67 @@
+"""The rules of the repository's structure that a machine can hold."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ["lora", "engine", "trainer_bridge", "rollout", "recipes"]
+"""Each package may import itself and those before it."""
+
+BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+LIGHT = ["engine.types", "engine.errors", "rollout.protocol"]
+
+
+def modules(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_point_one_way(package):
+    later = set(ORDER[ORDER.index(package) + 1 :]) | {"tests", "benchmarks"}
+    for path in modules(package):
+        wrong = {name for name in imports(path) if name.split(".")[0] in later}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_the_engine_knows_no_transport_and_no_text():
+    foreign = {"ray", "httpx", "starlette", "uvicorn", "transformers", "tokenizers", "wandb", "peft"}
+    for path in modules("engine"):
+        wrong = {name for name in imports(path) if name.split(".")[0] in foreign}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_case_n1_nothing_that_unpickles_is_imported(package):
+    for path in modules(package):
+        wrong = {name for name in imports(path) if name.split(".")[0] in BANNED}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+        text = path.read_text()
+        assert "trust_remote_code=True" not in text
+        for call in re.findall(r"torch\.load\([^)]*\)", text):
+            assert "weights_only=True" in call, f"{path.relative_to(ROOT)}: {call}"
+
+
+@pytest.mark.parametrize("package", [*ORDER, "benchmarks"])
+def test_every_module_says_what_it_owns(package):
+    for path in modules(package):
+        if path.name != "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_request_types_load_without_torch():
+    import subprocess
+    import sys
+
+    code = f"import sys; import {', '.join(LIGHT)}; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from engine.batch import ForwardBatch
-from engine.memory.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool, pack
 from engine.models.spec import ModelSpec
 
 
@@ -48,7 +48,7 @@ class TorchReference:
     ) -> torch.Tensor:
         batch, kv_pool = self._batch, self._kv_pool
         assert batch is not None and kv_pool is not None, "plan comes before run"
-        kv_pool.write(layer, batch.write_slots_T, k_TKH, v_TKH)
+        kv_pool.write(layer, batch.write_slots_T, pack(k_TKH, v_TKH))
         out_TNH = torch.empty_like(q_TNH)
         start = 0
         for row, count in enumerate(batch.query_lens):

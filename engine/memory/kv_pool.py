@@ -49,6 +49,11 @@ class KVPool:
         return sum(layer.nbytes for layer in self._layers)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
     def released(self) -> bool:
         return not self._layers
 
@@ -69,10 +74,9 @@ class KVPool:
     def _paged(self, layer: int) -> torch.Tensor:
         return self.tokens(layer).view(self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
 
-    def write(self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        tokens = self.tokens(layer)
-        tokens[:, : self.num_kv_heads].index_copy_(0, slots_T, k_TKH)
-        tokens[:, self.num_kv_heads :].index_copy_(0, slots_T, v_TKH)
+    def write(self, layer: int, slots_T: torch.Tensor, kv_T2KH: torch.Tensor) -> None:
+        """Store tokens' keys and values, packed as `pack` returns them."""
+        self.tokens(layer).index_copy_(0, slots_T, kv_T2KH)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages, for every layer; `targets` are distinct and disjoint from `sources`."""
@@ -103,3 +107,14 @@ class KVPool:
         shape = (self.num_pages * self.page_size, 2 * self.num_kv_heads, self.head_dim)
         self._layers = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
         self.generation += 1
+
+
+def pack(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one kv_T2KH: a view where the values follow the keys in memory, as they
+    do in the output of a fused projection, and a copy elsewhere."""
+    tokens, heads, size = k_TKH.shape
+    strides = k_TKH.stride()
+    follows = v_TKH.data_ptr() == k_TKH.data_ptr() + heads * size * k_TKH.itemsize
+    if follows and v_TKH.stride() == strides and strides[1:] == (size, 1) and strides[0] >= 2 * heads * size:
+        return k_TKH.as_strided((tokens, 2 * heads, size), strides)
+    return torch.cat((k_TKH, v_TKH), dim=1)

@@ -237,6 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert fingerprint(self.cache) == before
             self.matches.pop()
         else:
+            assert receipt.length == self.known(found.namespace, found.tokens, limit)
             tokens = found.tokens[: 4 * receipt.length]
             space = self.spaces.setdefault(found.namespace, Space(found.namespace))
             self.held.append(Held(receipt, space, tokens))

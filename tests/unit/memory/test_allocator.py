@@ -1,0 +1,158 @@
+"""Page ids: one owner each, all-or-nothing changes, runs of consecutive ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.memory.allocator import OwnershipError, PageAllocator, PageState
+
+FREE, TREE, PRIVATE, IN_FLIGHT = PageState
+
+
+def take(allocator: PageAllocator, n: int) -> np.ndarray:
+    pages = allocator.alloc(n)
+    assert pages is not None and len(pages) == n and pages.dtype == np.int32
+    return pages
+
+
+def is_run(pages: np.ndarray) -> bool:
+    return bool((np.diff(pages) == 1).all())
+
+
+def test_page_zero_belongs_to_nobody() -> None:
+    allocator = PageAllocator(5)
+    assert sorted(take(allocator, 5).tolist()) == [1, 2, 3, 4, 5]
+    with pytest.raises(OwnershipError):
+        allocator.free(np.array([0], np.int32), PRIVATE)
+    with pytest.raises(OwnershipError):
+        allocator.transfer(np.array([0, 1], np.int32), PRIVATE, TREE)
+    allocator.check()
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_too_few_pages_change_nothing(size: int) -> None:
+    allocator = PageAllocator(size)
+    assert allocator.alloc(size + 1) is None
+    assert allocator.num_free == size and allocator.count(PRIVATE) == 0
+    assert len(take(allocator, 0)) == 0
+    take(allocator, size)
+    assert allocator.alloc(1) is None
+    allocator.check()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([3, 3], id="twice"),
+        pytest.param([5, 2, 5], id="twice-unordered"),
+        pytest.param([2, 90], id="one-free"),
+        pytest.param([90], id="free"),
+        pytest.param([1, 2, 3, 61, 62], id="run-and-tree-page"),
+        pytest.param([*range(1, 41), 7], id="many-with-one-twice"),
+        pytest.param([*range(40, 0, -1), 90], id="many-with-one-free"),
+        pytest.param([*range(1, 41), 200], id="beyond-the-end"),
+        pytest.param([-1], id="negative"),
+        pytest.param([*range(0, 41)], id="page-zero-in-a-run"),
+    ],
+)
+@pytest.mark.parametrize("move", ["free", "transfer"])
+def test_pages_of_others_are_refused_whole(ids: list[int], move: str) -> None:
+    allocator = PageAllocator(100)
+    take(allocator, 60)
+    allocator.transfer(take(allocator, 5), PRIVATE, TREE)
+    before = allocator.states.tobytes(), allocator.num_free
+    pages = np.array(ids, np.int32)
+    with pytest.raises(OwnershipError):
+        if move == "free":
+            allocator.free(pages, PRIVATE)
+        else:
+            allocator.transfer(pages, PRIVATE, TREE)
+    assert before == (allocator.states.tobytes(), allocator.num_free)
+    allocator.check()
+
+
+def test_freeing_twice_raises() -> None:
+    allocator = PageAllocator(100)
+    for n in (1, 4, 50):
+        pages = take(allocator, n)
+        allocator.free(pages, PRIVATE)
+        with pytest.raises(OwnershipError, match=r"expected PRIVATE, is FREE|page"):
+            allocator.free(pages, PRIVATE)
+    allocator.check()
+
+
+def test_the_owner_must_be_named_rightly() -> None:
+    allocator = PageAllocator(10)
+    pages = take(allocator, 4)
+    allocator.transfer(pages, PRIVATE, IN_FLIGHT)
+    with pytest.raises(OwnershipError, match="expected TREE, is IN_FLIGHT"):
+        allocator.free(pages, TREE)
+    assert [allocator.count(state) for state in PageState] == [6, 0, 0, 4]
+    allocator.free(pages, IN_FLIGHT)
+    allocator.check()
+
+
+def test_pages_come_in_runs_and_runs_join_again() -> None:
+    allocator = PageAllocator(64)
+    parts = [take(allocator, 8) for _ in range(8)]
+    assert all(is_run(part) for part in parts)
+    for i in (1, 3, 5, 4, 7, 0):
+        allocator.free(parts[i], PRIVATE)
+    assert is_run(take(allocator, 24)), "3, 4 and 5 form one run"
+    scattered = take(allocator, 24)
+    assert not is_run(scattered) and len(set(scattered.tolist())) == 24
+    allocator.check()
+
+
+def test_a_growing_request_stays_consecutive() -> None:
+    allocator = PageAllocator(64)
+    pages = take(allocator, 4)
+    for _ in range(8):
+        more = allocator.alloc(2, after=int(pages[-1]))
+        assert more is not None
+        pages = np.concatenate((pages, more))
+    assert is_run(pages)
+    other = take(allocator, 1)
+    elsewhere = allocator.alloc(3, after=int(pages[-1]))
+    assert elsewhere is not None and other[0] not in elsewhere
+
+
+def test_handed_out_ids_cannot_corrupt_the_pool() -> None:
+    allocator = PageAllocator(8)
+    pages = take(allocator, 4)
+    with pytest.raises(ValueError, match="read-only"):
+        pages[0] = 7
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.integers(1, 70), st.lists(st.tuples(st.sampled_from("afti"), st.integers(0, 1 << 16)), max_size=60))
+def test_random_calls_keep_one_owner_per_page(size: int, calls: list[tuple[str, int]]) -> None:
+    allocator = PageAllocator(size)
+    owner: dict[int, PageState] = {}
+    for call, seed in calls:
+        rng = np.random.default_rng(seed)
+        if call == "a":
+            n = int(rng.integers(0, size + 2))
+            pages = allocator.alloc(n, after=int(rng.integers(0, size + 1)))
+            assert (pages is None) == (n > size - len(owner))
+            for page in [] if pages is None else pages.tolist():
+                assert page not in owner and 1 <= page <= size
+                owner[page] = PRIVATE
+        elif owner:
+            state = owner[int(rng.choice(list(owner)))]
+            own = [page for page, held in owner.items() if held == state]
+            ids = rng.permutation(own)[: int(rng.integers(0, len(own) + 1))].astype(np.int32)
+            if call == "f":
+                allocator.free(ids, state)
+                for page in ids.tolist():
+                    del owner[page]
+            else:
+                target = TREE if call == "t" else IN_FLIGHT
+                allocator.transfer(ids, state, target)
+                owner.update(dict.fromkeys(ids.tolist(), target))
+        allocator.check()
+        assert allocator.num_free == size - len(owner)
+        assert {page: PageState(allocator.states[page]) for page in owner} == owner

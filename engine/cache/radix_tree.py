@@ -53,13 +53,14 @@ class RadixTree:
         part or None, and how many of that child's bytes matched.
         """
         page = self.page_bytes
+        continues = tokens.startswith
         while pos < end:
             child = node.children.get(tokens[pos : pos + page])
             if child is None:
                 break
             edge = child.edge
             after = pos + len(edge)
-            if after > end or not tokens.startswith(edge, pos):
+            if after > end or not continues(edge, pos):
                 return node, pos, child, self._common(edge, tokens, pos, end)
             node = child
             pos = after
@@ -166,7 +167,7 @@ class RadixTree:
         return upper, undo
 
     def add_child(self, parent: Node, edge: bytes, data: list[Any]) -> Node:
-        """A new node under a pinned one."""
+        """A new node under one that is not queued for eviction."""
         node = Node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, data)
         parent.children[edge[: self.page_bytes]] = node
         self.clock += 1

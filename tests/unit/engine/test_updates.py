@@ -46,6 +46,10 @@ def start(engine, group_id, ids, steps, **fields):
     return sink
 
 
+def labels(sample):
+    return [(span.start, span.end, span.policy_version, span.mixed_kv) for span in sample.spans]
+
+
 def finish(engine, sink):
     while sink.group is None:
         assert engine.step()
@@ -78,7 +82,7 @@ def test_case_a2_frozen_requests_never_share_mixed_state(t_full, t_full_w1):
     engine.add_group(ask("r2", prompt(16)), second)
     assert_sample_is_reference(t_full_w1, prompt(16), finish(engine, second), 8)
     sample = finish(engine, first)
-    assert [(s.start, s.end, s.policy_version, s.mixed_kv) for s in sample.spans] == [
+    assert labels(sample) == [
         (0, 8, 0, False),
         (8, 64, 1, True),
     ]
@@ -96,7 +100,7 @@ def test_case_b8_labels_fall_on_the_step(t_full, t_full_w1, kv_policy):
     report = update(engine, t_full_w1, 1, kv_policy=kv_policy)
     assert report.retracted == 1
     sample = finish(engine, sink)
-    assert [(s.start, s.end, s.policy_version, s.mixed_kv) for s in sample.spans] == [
+    assert labels(sample) == [
         (0, 10, 0, False),
         (10, 40, 1, False),
     ]

@@ -1,74 +1,125 @@
 """Columns that only some callers want.
 
-Owns the three definitions of a log-probability for a row, its alternatives and entropy. Ignores
-how its token was drawn.
+Owns the three definitions of a log-probability, alternatives and entropy, for the rows that want
+more than drawing yields. Ignores how tokens were drawn.
 
-Shapes: R rows, V vocabulary, K alternatives.
+Shapes: R rows, M of them in work, V vocabulary, N kept ids, K alternatives.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.sampling.draw import Drawn
-from engine.sampling.logprobs import entropy, scaled, top_logprobs
+from engine.sampling.logprobs import entropy, highest
 from engine.sampling.params import RowSampling
+from engine.types import LogprobDefinition
 
 if TYPE_CHECKING:
     from engine.sampling.sampler import SampleResult
 
-
-def row_logprobs(definition: str, row: RowSampling, r: int, logits_V: torch.Tensor, drawn: Drawn) -> torch.Tensor:
-    """float32 [V]: the row's whole distribution under one definition, -inf at ids cut off."""
-    if row.greedy or definition == "raw":
-        return torch.log_softmax(logits_V, -1)
-    if definition == "temperature":
-        return torch.log_softmax(scaled(logits_V, row.temperature), -1)
-    values_V = scaled(drawn.edited.get(r, logits_V), row.temperature)
-    kept_N = drawn.kept.get(r)
-    if kept_N is not None:
-        full_V = torch.full_like(values_V, float("-inf"))
-        full_V[kept_N] = values_V[kept_N]
-        values_V = full_V
-    return torch.log_softmax(values_V, -1)
-
-
-def _nan_column(like_R: torch.Tensor, *width: int) -> torch.Tensor:
-    return torch.full((*like_R.shape, *width), float("nan"), dtype=torch.float32, device=like_R.device)
-
-
-def _allocate(result: SampleResult, rows: Sequence[RowSampling]) -> None:
-    wants = [row.want for row in rows]
-    for definition in sorted({d for want in wants for d in want.extra_logprobs}):
-        result.extra_logprobs[definition] = _nan_column(result.ids)
-    if any(want.entropy for want in wants):
-        result.entropy = _nan_column(result.ids)
-    most = max(want.top_logprobs for want in wants)
-    if most:
-        result.top_ids = result.ids.new_zeros(len(rows), most)
-        result.top_logprobs = _nan_column(result.ids, most)
+_CHUNK_ELEMENTS = 1 << 22
 
 
 def fill_columns(result: SampleResult, drawn: Drawn, logits_RV: torch.Tensor, rows: Sequence[RowSampling]) -> None:
     """Add to `result` what the rows that are not `bare` want."""
     _allocate(result, rows)
-    bad = drawn.bad_R.tolist()
+    bad = result.bad.tolist()
+    needed: dict[LogprobDefinition, dict[int, list[LogprobDefinition]]] = defaultdict(lambda: defaultdict(list))
     for r, row in enumerate(rows):
-        if row.bare or bad[r]:
-            continue
-        chosen = result.ids[r]
-        whole_V = row_logprobs(row.want.logprobs, row, r, logits_RV[r], drawn)
-        result.logprobs[r] = whole_V[chosen]
-        for definition in row.want.extra_logprobs:
-            same = row.greedy or definition == row.want.logprobs
-            of_V = whole_V if same else row_logprobs(definition, row, r, logits_RV[r], drawn)
-            result.extra_logprobs[definition][r] = of_V[chosen]
-        if row.want.entropy and result.entropy is not None:
-            result.entropy[r] = entropy(whole_V)
-        k = row.want.top_logprobs
-        if k and result.top_ids is not None and result.top_logprobs is not None:
-            ids_1K, values_1K = top_logprobs(whole_V[None], k)
-            result.top_ids[r, :k], result.top_logprobs[r, :k] = ids_1K[0], values_1K[0]
+        if not row.bare and not bad[r]:
+            for definition in (row.want.logprobs, *row.want.extra_logprobs):
+                needed[_simplest(definition, r, row, drawn)][r].append(definition)
+    size = max(1, _CHUNK_ELEMENTS // logits_RV.shape[1])
+    for simplest, by_row in needed.items():
+        members = list(by_row)
+        for start in range(0, len(members), size):
+            part = members[start : start + size]
+            whole_MV = _logprobs(simplest, part, logits_RV, rows, drawn)
+            _fill_chosen(result, part, [by_row[r] for r in part], whole_MV, rows)
+            named = [m for m, r in enumerate(part) if rows[r].want.logprobs in by_row[r]]
+            _fill_distribution(result, part, named, whole_MV, rows)
+
+
+def _allocate(result: SampleResult, rows: Sequence[RowSampling]) -> None:
+    def nan_column(*width: int) -> torch.Tensor:
+        return torch.full((len(rows), *width), float("nan"), dtype=torch.float32, device=result.ids.device)
+
+    wants = [row.want for row in rows]
+    for definition in sorted({d for want in wants for d in want.extra_logprobs}):
+        result.extra_logprobs[definition] = nan_column()
+    if any(want.entropy for want in wants):
+        result.entropy = nan_column()
+    most = max(want.top_logprobs for want in wants)
+    if most:
+        result.top_ids = result.ids.new_zeros(len(rows), most)
+        result.top_logprobs = nan_column(most)
+
+
+def _simplest(definition: LogprobDefinition, r: int, row: RowSampling, drawn: Drawn) -> LogprobDefinition:
+    """The definition that names the same distribution with the least work."""
+    if row.greedy or definition == "raw":
+        return "raw"
+    if definition == "processed" and (r in drawn.edited or r in drawn.kept):
+        return "processed"
+    return "raw" if row.temperature == 1.0 else "temperature"
+
+
+def _logprobs(
+    definition: LogprobDefinition, part: list[int], logits_RV: torch.Tensor, rows: Sequence[RowSampling], drawn: Drawn
+) -> torch.Tensor:
+    """float32 [M, V], -inf at ids cut off."""
+    values_MV = logits_RV[part]
+    if definition == "processed":
+        for m, r in enumerate(part):
+            source_V = drawn.edited.get(r, values_MV[m])
+            if r in drawn.kept:
+                kept_N = drawn.kept[r]
+                remaining_N = source_V[kept_N]
+                values_MV[m] = float("-inf")
+                values_MV[m, kept_N] = remaining_N
+            else:
+                values_MV[m] = source_V
+    if definition != "raw":
+        values_MV /= torch.tensor([[rows[r].temperature] for r in part], device=values_MV.device)
+    return torch.log_softmax(values_MV, -1)
+
+
+def _fill_chosen(
+    result: SampleResult,
+    part: list[int],
+    definitions: list[list[LogprobDefinition]],
+    whole_MV: torch.Tensor,
+    rows: Sequence[RowSampling],
+) -> None:
+    chosen_M = whole_MV.gather(1, result.ids[part, None])[:, 0]
+    for definition in {d for names in definitions for d in names}:
+        for column, asked in (
+            (result.logprobs, [rows[r].want.logprobs == definition for r in part]),
+            (result.extra_logprobs.get(definition), [definition in rows[r].want.extra_logprobs for r in part]),
+        ):
+            hits = [m for m, names in enumerate(definitions) if asked[m] and definition in names]
+            if hits and column is not None:
+                column[[part[m] for m in hits]] = chosen_M[hits]
+
+
+def _fill_distribution(
+    result: SampleResult, part: list[int], named: list[int], whole_MV: torch.Tensor, rows: Sequence[RowSampling]
+) -> None:
+    """Entropy and alternatives of the rows whose own definition this is."""
+    hits = [m for m in named if rows[part[m]].want.entropy]
+    if hits and result.entropy is not None:
+        result.entropy[[part[m] for m in hits]] = entropy(whole_MV[hits])
+    by_count: dict[int, list[int]] = defaultdict(list)
+    for m in named:
+        by_count[rows[part[m]].want.top_logprobs].append(m)
+    for count, hits in by_count.items():
+        if count and result.top_ids is not None and result.top_logprobs is not None:
+            ids_MK, values_MK = highest(whole_MV[hits], count)
+            members = [part[m] for m in hits]
+            result.top_ids[members, :count] = ids_MK
+            result.top_logprobs[members, :count] = values_MK

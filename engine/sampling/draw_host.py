@@ -41,7 +41,7 @@ class _Columns:
 
 
 class HostDraw:
-    """Draws from CPU logits. Not shared between threads."""
+    """Draws from CPU logits on the calling thread. Not shared between threads."""
 
     def __init__(self, vocab_size: int) -> None:
         self._block_rows = max(1, _BLOCK_ELEMENTS // vocab_size)
@@ -53,17 +53,19 @@ class HostDraw:
     def draw(self, logits_RV: torch.Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Drawn:
         if not self._columns.fits(rows):
             self._columns = _Columns(rows)
-        ids_R = np.zeros(len(rows), dtype=np.int64)
-        logprobs_R = np.empty(len(rows), dtype=np.float32)
-        bad_R = np.empty(len(rows), dtype=bool)
-        drawn = Drawn(torch.from_numpy(ids_R), torch.from_numpy(logprobs_R), torch.from_numpy(bad_R))
+        count = len(rows)
+        drawn = Drawn(
+            torch.zeros(count, dtype=torch.int64),
+            torch.empty(count, dtype=torch.float32),
+            torch.empty(count, dtype=torch.bool),
+        )
         logits = logits_RV.detach().numpy()
         with np.errstate(all="ignore"):
-            for start in range(0, len(rows), self._block_rows):
+            for start in range(0, count, self._block_rows):
                 part = slice(start, start + self._block_rows)
                 block = _Block(part, logits[part], self._columns, positions[part], drawn)
                 self._draw_block(block)
-                ids_R[part], logprobs_R[part], bad_R[part] = block.ids_B, block.logprobs(), block.bad_B
+                block.write()
         return drawn
 
     def _draw_block(self, block: _Block) -> None:
@@ -71,7 +73,8 @@ class HostDraw:
         np.subtract(block.logits_BV, block.highest_B[:, None], out=weights_BV)
         if (block.scale_B1 != 1.0).any():
             np.multiply(weights_BV, block.scale_B1, out=weights_BV)
-        _exp_in_place(weights_BV)
+        weights = torch.from_numpy(weights_BV)
+        torch.exp(weights, out=weights)
         block.log_total_B = np.log(weights_BV.sum(axis=1), dtype=np.float64)
         whole: list[int] = []
         for b, row in enumerate(block.rows):
@@ -148,14 +151,11 @@ class _Block:
                 self.drawn.edited[self.part.start + b] = logits_V
         return copy_BV
 
-    def logprobs(self) -> np.ndarray:
-        """float64 [B]: log-probability of each id in the distribution it was drawn from."""
+    def write(self) -> None:
+        """Write ids, badness, and each id's log-probability in the distribution it was drawn from."""
         chosen_B = self.logits_BV[np.arange(len(self.rows)), self.ids_B].astype(np.float64)
         logprobs_B = (chosen_B - self.highest_B) / self.temperature_B - self.log_total_B
         logprobs_B[self.bad_B] = np.nan
-        return logprobs_B
-
-
-def _exp_in_place(values_BV: np.ndarray) -> None:
-    flat = torch.from_numpy(values_BV).view(-1)
-    torch.exp(flat, out=flat)
+        self.drawn.ids_R.numpy()[self.part] = self.ids_B
+        self.drawn.logprobs_R.numpy()[self.part] = logprobs_B
+        self.drawn.bad_R.numpy()[self.part] = self.bad_B

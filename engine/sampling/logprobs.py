@@ -36,15 +36,22 @@ def token_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature
     return out_N
 
 
-def top_logprobs(logprobs_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_logprobs(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k highest of log softmax(logits / T) per row: ids int64 [N, K] and values float32 [N, K]."""
+    values_NV = scaled(logits_NV.float(), temperature)
+    ids_NK, values_NK = highest(values_NV, k)
+    return ids_NK, values_NK - torch.logsumexp(values_NV, dim=-1, keepdim=True)
+
+
+def highest(values_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k highest per row: ids int64 [N, K] and values [N, K], descending, ties by lower id."""
-    values_NK, ids_NK = torch.topk(logprobs_NV, k, dim=-1)
-    crossing_N = (logprobs_NV >= values_NK[:, -1:]).sum(-1) > k
+    values_NK, ids_NK = torch.topk(values_NV, k, dim=-1)
+    crossing_N = (values_NV >= values_NK[:, -1:]).sum(-1) > k
     for row in crossing_N.nonzero()[:, 0].tolist():
-        order_V = torch.sort(logprobs_NV[row], descending=True, stable=True).indices
+        order_V = torch.sort(values_NV[row], descending=True, stable=True).indices
         ids_NK[row] = order_V[:k]
     ids_NK = ids_NK.sort(dim=-1).values
-    values_NK, order_NK = logprobs_NV.gather(-1, ids_NK).sort(dim=-1, descending=True, stable=True)
+    values_NK, order_NK = values_NV.gather(-1, ids_NK).sort(dim=-1, descending=True, stable=True)
     return ids_NK.gather(-1, order_NK), values_NK
 
 

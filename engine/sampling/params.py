@@ -18,7 +18,7 @@ import torch
 from engine.types import SamplingParams, Want
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are argmax, as 0 is: no two distinct fp32 logits near 1 could tie there."""
+"""Temperatures below this are argmax, exactly as 0 is."""
 
 
 class _SeenTokens:

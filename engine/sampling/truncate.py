@@ -16,7 +16,11 @@ import numpy as np
 
 from engine.types import SamplingParams
 
-_NARROWING = (2.0**-6, 2.0**-10, 2.0**-14, 2.0**-20)
+_NARROWING = (2.0**-4, 2.0**-8, 2.0**-12)
+_FEW = 512
+"""Candidates that are sorted sooner than narrowed."""
+_CAUTION = 1.0 - 1e-5
+"""Covers the rounding of float32 weights where they only narrow the search."""
 
 
 def kept_ids(
@@ -30,17 +34,21 @@ def kept_ids(
     """
     highest = float(logits_V.max())
     ids_N = _candidates(weights_V, logits_V, params)
-    order = np.argsort(-logits_V[ids_N], kind="stable")
-    ids_N = ids_N[order]
+    values_N = logits_V[ids_N]
+    ordered_N = np.sort(values_N)[::-1]
     if params.top_k:
-        ids_N = ids_N[: params.top_k]
-    mass_N = np.exp((logits_V[ids_N].astype(np.float64) - highest) * inverse_temperature)
+        ordered_N = ordered_N[: params.top_k]
+    mass_N = np.exp((ordered_N.astype(np.float64) - highest) * inverse_temperature)
     if params.top_p < 1.0:
         total = mass_N.sum() if params.top_k else weights_V.sum(dtype=np.float64)
-        reached = np.searchsorted(np.cumsum(mass_N), params.top_p * total)
-        mass_N = mass_N[: reached + 1]
+        mass_N = mass_N[: np.searchsorted(np.cumsum(mass_N), params.top_p * total) + 1]
     mass_N = mass_N[mass_N >= max(params.min_p, np.finfo(np.float64).tiny)]
-    return np.sort(ids_N[: len(mass_N)]), float(np.log(mass_N.sum()))
+    lowest = ordered_N[len(mass_N) - 1]
+    tied_N = np.flatnonzero(values_N == lowest)
+    surplus = np.count_nonzero(values_N >= lowest) - len(mass_N)
+    if surplus:
+        values_N[tied_N[len(tied_N) - surplus :]] = -np.inf
+    return ids_N[values_N >= lowest], float(np.log(mass_N.sum()))
 
 
 def _candidates(weights_V: np.ndarray, logits_V: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -48,16 +56,18 @@ def _candidates(weights_V: np.ndarray, logits_V: np.ndarray, params: SamplingPar
     if 0 < params.top_k < len(weights_V):
         place = len(weights_V) - params.top_k
         return np.flatnonzero(logits_V >= np.partition(logits_V, place)[place])
-    floor = params.min_p * (1.0 - 1e-5)
-    if params.top_p < 1.0:
-        needed = weights_V.sum(dtype=np.float64) * min(1.0, params.top_p + 1e-5)
-        floor = max(floor, _floor_holding(weights_V, needed))
-    return np.flatnonzero(weights_V >= floor) if floor > 0.0 else np.flatnonzero(weights_V > 0.0)
-
-
-def _floor_holding(weights_V: np.ndarray, needed: float) -> float:
-    """A weight such that the ids at or above it hold the needed mass."""
+    floor = params.min_p * _CAUTION
+    if params.top_k or params.top_p == 1.0:
+        return np.flatnonzero(weights_V >= floor) if floor > 0.0 else np.flatnonzero(weights_V > 0.0)
+    total = float(weights_V.sum(dtype=np.float64))
+    # Ids below this floor, even if they were all the others, hold less than 1 - top_p.
+    floor = max(floor, (1.0 - params.top_p) * _CAUTION * total / len(weights_V))
+    ids_N = np.flatnonzero(weights_V >= floor)
+    weights_N = weights_V[ids_N]
+    if len(ids_N) <= _FEW:
+        return ids_N
     for floor in _NARROWING:
-        if weights_V[weights_V >= floor].sum(dtype=np.float64) >= needed:
-            return floor
-    return 0.0
+        high_N = weights_N >= floor
+        if weights_N[high_N].sum(dtype=np.float64) >= total * (params.top_p + 1e-5):
+            return ids_N[high_N]
+    return ids_N

@@ -1,0 +1,105 @@
+"""Every architecture: what transformers saves is what the parameters hold, loaded or updated."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from engine.errors import InvalidRequest
+from engine.models.registry import build_model
+from engine.models.spec import read_spec
+from engine.weights.digest import model_digest
+from engine.weights.loader import load_weights
+from engine.weights.transaction import UpdateTransaction
+from tests.unit.weights.tiny_weights import begin_for, named_all
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    pad_token_id=None,
+)
+KINDS = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(**SHAPE),
+    "qwen3-tied-biased": Qwen3Config(**SHAPE, tie_word_embeddings=True, attention_bias=True),
+}
+
+
+def trained(kind: str, seed: int):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(KINDS[kind], dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    return model
+
+
+def engine_model(folder: Path, dtype: torch.dtype = torch.float32):
+    model = build_model(read_spec(folder), dtype)
+    for parameter in model.parameters():
+        parameter.data.fill_(-7)
+    return model
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_case_b1_update_equals_cold_load_for_every_architecture(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    policy = trained(kind, 1)
+    policy.save_pretrained(tmp_path / "single")
+    policy.save_pretrained(tmp_path / "shards", max_shard_size="3KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    models = {folder: engine_model(tmp_path / folder, dtype) for folder in ("single", "shards")}
+    reports = {folder: load_weights(model, tmp_path / folder) for folder, model in models.items()}
+    assert reports["single"].loaded == reports["single"].expected
+    assert reports["single"].digest == reports["shards"].digest == model_digest(models["shards"])
+    sent = {name: tensor.detach() for name, tensor in policy.state_dict().items()}
+    for seed in range(3):
+        model = engine_model(tmp_path / "single", dtype)
+        transaction = UpdateTransaction(model, begin_for(sent))
+        tensors = named_all(sent)
+        random.Random(seed).shuffle(tensors)
+        for start in range(0, len(tensors), 4):
+            transaction.stage(tensors[start : start + 4])
+        prepared = transaction.prepare()
+        transaction.apply()
+        assert model_digest(model) == prepared.digest == reports["single"].digest
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_case_b9_every_single_tensor_is_needed_and_checked(tmp_path: Path, kind: str) -> None:
+    policy = trained(kind, 1)
+    policy.save_pretrained(tmp_path)
+    sent = {name: tensor.detach() for name, tensor in policy.state_dict().items()}
+    model = engine_model(tmp_path)
+    before = model_digest(model)
+    for name in sent:
+        with pytest.raises(InvalidRequest) as error:
+            UpdateTransaction(model, begin_for({other: tensor for other, tensor in sent.items() if other != name}))
+        assert name in str(error.value)
+        transaction = UpdateTransaction(model, begin_for(sent))
+        poisoned = sent[name].clone()
+        poisoned.view(-1)[-1] = float("nan")
+        with pytest.raises(InvalidRequest) as error:
+            transaction.stage(named_all({**sent, name: poisoned}))
+        assert name in str(error.value)
+        cut = [
+            msgspec.structs.replace(tensor, data=tensor.data[:-1]) if tensor.name == name else tensor
+            for tensor in named_all(sent)
+        ]
+        with pytest.raises(InvalidRequest) as error:
+            transaction.stage(cut)
+        assert name in str(error.value) and transaction.progress().staged == 0
+    assert model_digest(model) == before

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.cache.component import Component
+from engine.cache.handles import join_pages
 from engine.memory.allocator import PageAllocator, PageState
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class FullAttention(Component):
         return pages, [pages]
 
     def grow(self, data: np.ndarray, payload: np.ndarray, start: int, end: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        pages = payload[start // self.page_size : end // self.page_size]
-        return np.concatenate((data, pages)), [pages]
+        pages = payload[start // self.page_size : end // self.page_size] if start else payload
+        return join_pages([data, pages]), [pages]
 
     def overlap(
         self, data: np.ndarray, payload: np.ndarray, start: int, end: int
@@ -50,19 +51,19 @@ class FullAttention(Component):
         return data[:cut], [data[cut:]]
 
     def adopt(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.transfer(_joined(pieces), _PRIVATE, _TREE)
+        self.allocator.transfer(pieces[0] if len(pieces) == 1 else join_pages(pieces), _PRIVATE, _TREE)
 
     def disown(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.transfer(_joined(pieces), _TREE, _PRIVATE)
+        self.allocator.transfer(join_pages(pieces), _TREE, _PRIVATE)
 
     def discard(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.free(_joined(pieces), _PRIVATE)
+        self.allocator.free(join_pages(pieces), _PRIVATE)
 
     def release(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.free(_joined(pieces), _TREE)
+        self.allocator.free(join_pages(pieces), _TREE)
 
     def drop(self, values: list[np.ndarray]) -> None:
-        self.allocator.free(_joined(values), _TREE)
+        self.allocator.free(join_pages(values), _TREE)
 
     def evict(self, tree: RadixTree, want: int) -> int:
         return tree.evict_leaves(want)
@@ -73,10 +74,6 @@ class FullAttention(Component):
     def check(self, held: list[tuple[np.ndarray, int]]) -> None:
         for data, tokens in held:
             assert data.dtype == np.int32 and len(data) * self.page_size == tokens, "pages do not cover the edge"
-        pages = _joined([data for data, _ in held]) if held else np.empty(0, np.int32)
+        pages = join_pages([data for data, _ in held]) if held else np.empty(0, np.int32)
         expected = np.flatnonzero(self.allocator.states == _TREE)
         assert np.array_equal(np.sort(pages), expected), "the tree's pages are not those it owns"
-
-
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

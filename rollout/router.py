@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -18,6 +19,7 @@ from engine.errors import Conflict, Corrupt, DeadlineExceeded, Draining, Invalid
 from engine.sampling.seeds import U64_MAX, derive_seed, fresh_seed
 from engine.types import (
     AbortOutcome,
+    FinishReason,
     GroupRequest,
     NamedTensor,
     PauseMode,
@@ -28,8 +30,19 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
+from engine.validation import MAX_SAMPLES
 from rollout.metrics import RouterCounters, merge_exposition
-from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
+from rollout.protocol import (
+    Event,
+    GenerateCall,
+    GroupEnd,
+    Health,
+    HealthState,
+    MemoryReport,
+    Origin,
+    SampleEnd,
+    VersionReport,
+)
 from rollout.routing.affinity import Affinity, affinity_key
 from rollout.routing.errors import EngineLost
 from rollout.routing.fanout import everyone, outcomes
@@ -41,8 +54,6 @@ from rollout.routing.transaction import FleetUpdates
 
 _RANK = {"aborted": 2, "finished": 1, "unknown": 0}
 _PARKED_POLL_S = 1.0
-MAX_SAMPLES = 65_536
-"""Samples one group may ask for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +70,16 @@ class Router:
     when none is routable; `max_moves` how many engines one group may outlive."""
 
     def __init__(
-        self, membership: Membership, recipe: PolicyRecipe, *, replacement_s: float = 120.0, max_moves: int = 5
+        self,
+        membership: Membership,
+        recipe: PolicyRecipe,
+        *,
+        update_root: Path | None = None,
+        replacement_s: float = 120.0,
+        max_moves: int = 5,
     ) -> None:
         self._membership = membership
-        self._updates = FleetUpdates(membership, recipe)
+        self._updates = FleetUpdates(membership, recipe, update_root)
         self._affinity = Affinity()
         self._sessions = SessionTable()
         self._groups: dict[str, _Live] = {}
@@ -86,7 +103,7 @@ class Router:
             while True:
                 replica = await self._place(live, key, deadline)
                 if replica is None:
-                    for event in await self._abandoned(live):
+                    for event in await self._closing(live, "abort"):
                         yield event
                     return
                 try:
@@ -99,6 +116,11 @@ class Router:
                 except Paused:
                     if self._membership.paused is None:
                         raise
+                if not live.progress.unfinished:
+                    # Only the end of the group itself was lost.
+                    for event in await self._closing(live, "stop"):
+                        yield event
+                    return
                 call = msgspec.structs.replace(call, request=live.progress.continuation())
         finally:
             del self._groups[request.group_id]
@@ -151,6 +173,7 @@ class Router:
         ended = False
         try:
             async for event in stream:
+                await _raise_if_fenced(replica, event)
                 out = live.progress.absorb(event)
                 left = len(live.progress.unfinished)
                 replica.load -= counted - left
@@ -172,10 +195,11 @@ class Router:
         if live.progress.moved >= self._max_moves:
             raise error
 
-    async def _abandoned(self, live: _Live) -> list[Event]:
+    async def _closing(self, live: _Live, finish: FinishReason) -> list[Event]:
+        """End a group without an engine; samples that are left end with `finish`."""
         request = live.progress.request
         definition = "raw" if request.sampling.temperature == 0 else request.want.logprobs
-        return live.progress.close("abort", await self.origin(), definition)
+        return live.progress.close(finish, await self.origin(), definition)
 
     async def score(self, request: ScoreRequest) -> ScoreOutput:
         for _ in range(self._max_moves + 1):
@@ -206,7 +230,8 @@ class Router:
         best = dict.fromkeys(wanted, "unknown") | dict.fromkeys(parked, "aborted")
         replicas = self._membership.routable()
         if replicas and wanted:
-            for found in (await everyone(self._membership, replicas, lambda service: service.abort(group_ids))).values():
+            answers = await everyone(self._membership, replicas, lambda service: service.abort(group_ids))
+            for found in answers.values():
                 for item in found:
                     if _RANK[item.outcome] > _RANK.get(best.get(item.group_id, "unknown"), 0):
                         best[item.group_id] = item.outcome
@@ -307,10 +332,11 @@ class Router:
         except EngineLost:
             return Health(state="starting", last_step_age_ms=0.0, policy_version=version, pending_update=pending)
         healthy = [answer for answer in answers.values() if isinstance(answer, Health)]
-        states = {answer.state for answer in healthy}
-        state = "paused" if self._membership.paused else "ready" if "ready" in states else next(iter(states), "fenced")
+        states: set[HealthState] = {answer.state for answer in healthy}
+        if self._membership.paused is not None:
+            states = {"paused"}
         return Health(
-            state=state,
+            state="ready" if "ready" in states else next(iter(states), "fenced"),
             last_step_age_ms=max((answer.last_step_age_ms for answer in healthy), default=0.0),
             policy_version=version,
             pending_update=pending,
@@ -334,6 +360,14 @@ class Router:
             raise EngineLost("no engine is ready", retry_after_ms=1000)
         one = await replicas[0].service.capabilities()
         return {**one, "engines": len(replicas)}
+
+
+async def _raise_if_fenced(replica: Replica, event: Event) -> None:
+    """A sample may fail by itself (its logits are no numbers) or because its engine was fenced;
+    then it goes on elsewhere."""
+    error = event.sample.error if isinstance(event, SampleEnd) else None
+    if error is not None and error.code == Corrupt.code and (await replica.service.health()).state == "fenced":
+        raise Corrupt(f"{replica.name}: {error.message}")
 
 
 def _with_seeds(request: GroupRequest):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.engine import Engine
-from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, SparkrollError
+from engine.errors import Conflict, Corrupt, DeadlineExceeded, SparkrollError
 from engine.scheduler.jobs import ScoreJob
 from engine.types import (
     AbortOutcome,
@@ -34,6 +34,7 @@ from rollout.actors.text_front import TextFront
 from rollout.metrics import exposition
 from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
 from rollout.routing.sessions import SessionTable
+from rollout.routing.update_folder import resolve_update_folder
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -185,11 +186,13 @@ class EngineHost:
         await self._thread.call(lambda engine: engine.update_rollback(txn))
 
     async def version(self) -> VersionReport:
-        version = await self._thread.call(lambda engine: engine.policy.version)
-        if self._digest is None or self._digest[0] != version:
+        def look(engine: Engine) -> tuple[int, str]:
             # Hashing all weights takes a while, so it is done once for each version, if ever.
-            self._digest = await self._thread.call(lambda engine: (engine.policy.version, engine.digest()))
-        version, digest = self._digest
+            known = self._digest
+            version = engine.policy.version
+            return known if known is not None and known[0] == version else (version, engine.digest())
+
+        version, digest = self._digest = await self._thread.call(look)
         return VersionReport(
             policy_version=version, drafter_version=0, adapters={}, digest=digest, engines={self.engine_id: version}
         )
@@ -256,32 +259,12 @@ class EngineHost:
 
     def _expire(self, stream: GroupStream, deadline_ms: int) -> None:
         if not stream.closed:
-            stream.push(DeadlineExceeded(field="deadline_ms", expected=f"done within {deadline_ms} ms", actual="running"))
+            stream.push(DeadlineExceeded(field="deadline_ms", expected=f"done in {deadline_ms} ms", actual="running"))
             self.cancel(stream.group_id)
 
     def _fail_streams(self, reason: SparkrollError) -> None:
         for stream in list(self._streams.values()):
             stream.push(reason)
-
-
-def resolve_update_folder(uri: str, root: Path | None) -> Path:
-    """The folder a disk update names: inside `root`, after links and `..` are followed.
-
-    The refusal is the same whether the path exists or not.
-    """
-    refusal = InvalidRequest(field="uri", expected="a folder inside the allowed root", actual=uri)
-    if root is None:
-        raise InvalidRequest(field="uri", expected="no disk updates: no root is configured for them", actual=uri)
-    if "\0" in uri or "://" in uri:
-        raise refusal
-    try:
-        folder = (root / uri).resolve()
-        inside = folder.is_relative_to(root.resolve()) and folder.is_dir()
-    except (OSError, RuntimeError):
-        raise refusal from None
-    if not inside:
-        raise refusal
-    return folder
 
 
 def _pause(engine: Engine, mode: PauseMode) -> PauseMode | None:

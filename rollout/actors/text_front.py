@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,8 +18,12 @@ import numpy as np
 from engine.errors import InvalidRequest, Unsupported
 from engine.types import GroupRequest, SampleOutput
 from rollout.protocol import GenerateCall
-from rollout.text.codec import TOKENIZER_FILE, TextCodec
-from rollout.text.stop import StopStringWatcher
+
+if TYPE_CHECKING:
+    from rollout.text.codec import TextCodec
+    from rollout.text.stop import StopStringWatcher
+
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class ResumedWatcher:
@@ -71,8 +76,13 @@ class TextFront:
 
     @classmethod
     def for_folder(cls, folder: Path) -> TextFront:
-        """With the folder's tokenizer, where it has one."""
-        return cls(TextCodec(folder) if (folder / TOKENIZER_FILE).is_file() else None)
+        """With the folder's tokenizer, where it has one. Only then is its library imported, which
+        takes as long as the rest of an engine's start."""
+        if not (folder / TOKENIZER_FILE).is_file():
+            return cls(None)
+        from rollout.text.codec import TextCodec
+
+        return cls(TextCodec(folder))
 
     @property
     def available(self) -> bool:
@@ -85,6 +95,8 @@ class TextFront:
         if not call.stop:
             return CallText(request, {}, codec)
         stops = self._require("stop")
+        from rollout.text.stop import StopStringWatcher
+
         resumed = {entry.index: bool(len(entry.ids)) for entry in request.resume or []}
         watchers = {
             index: ResumedWatcher(

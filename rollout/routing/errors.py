@@ -13,3 +13,10 @@ class EngineLost(SparkrollError):
 
     code = "DRAINING"
     retryable = True
+
+
+class Behind(SparkrollError):
+    """The engine is sound but not at the fleet's policy version; it catches up before it serves."""
+
+    code = "DRAINING"
+    retryable = True

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine.errors import SparkrollError
+from engine.errors import InternalError
 from engine.types import (
     CacheHit,
     FinishReason,
@@ -80,13 +80,14 @@ class GroupProgress:
             for delta in event.samples:
                 sample = self._samples[delta.index]
                 if sample.finished or delta.start != sample.end:
-                    raise SparkrollError(field=f"sample {delta.index}", expected=f"a delta from {sample.end}", actual=delta.start)
+                    where = f"sample {delta.index}"
+                    raise InternalError(field=where, expected=f"a delta from {sample.end}", actual=delta.start)
                 sample.deltas.append(delta)
             return event
         if isinstance(event, SampleEnd):
             sample = self._samples[event.sample.index]
             if sample.finished:
-                raise SparkrollError(f"sample {event.sample.index} ended twice")
+                raise InternalError(f"sample {event.sample.index} ended twice")
             sample.finished = True
             merged = self._merge(sample, event.sample)
             sample.deltas = []

@@ -10,6 +10,7 @@ trainer may have removed or rewritten since.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
@@ -33,6 +34,8 @@ class PolicyRecipe:
         self._committed: dict[str, Path] = {}
         self._staged: dict[str, Path] = {}
         self._files = 0
+        self._readers = 0
+        self._superseded: list[dict[str, Path]] = []
         spool.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -47,9 +50,9 @@ class PolicyRecipe:
         path = self._next_file()
         header, offset = {}, 0
         for tensor in tensors:
-            size = tensor.data.nbytes
-            header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + size]}
-            offset += size
+            end = offset + tensor.data.nbytes
+            header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
+            offset = end
         encoded = json.dumps(header).encode()
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(encoded)))
@@ -66,25 +69,55 @@ class PolicyRecipe:
             self._staged.update({name: path for name in read_header(path)})
 
     def commit(self) -> None:
-        superseded, self._committed, self._staged = self._committed, self._staged, {}
-        _remove(superseded)
+        self._superseded.append(self._committed)
+        self._committed, self._staged = self._staged, {}
+        self._remove_superseded()
 
     def rollback(self) -> None:
         staged, self._staged = self._staged, {}
         _remove(staged)
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[CommittedUpdate]:
+        """The update committed now; its files stay until the reader is through, whatever is
+        committed meanwhile."""
+        self._readers += 1
+        try:
+            yield CommittedUpdate(sorted(set(self._committed.values())))
+        finally:
+            self._readers -= 1
+            self._remove_superseded()
+
+    def close(self) -> None:
+        shutil.rmtree(self._spool, ignore_errors=True)
+
+    def _remove_superseded(self) -> None:
+        while self._superseded and not self._readers:
+            _remove(self._superseded.pop())
+
+    def _next_file(self) -> Path:
+        self._files += 1
+        return self._spool / f"{self._files:08d}.safetensors"
+
+
+class CommittedUpdate:
+    """One committed update, as it is sent again."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
     def manifest(self) -> list[TensorSpec]:
-        specs = []
-        for path in self._paths():
-            for name, entry in read_header(path).items():
-                specs.append(TensorSpec(name=name, dtype=entry["dtype"], shape=entry["shape"]))
-        return specs
+        return [
+            TensorSpec(name=name, dtype=entry["dtype"], shape=entry["shape"])
+            for path in self._paths
+            for name, entry in read_header(path).items()
+        ]
 
     def buckets(self, limit: int = BUCKET_BYTES) -> Iterator[list[NamedTensor]]:
-        """The committed tensors, at most `limit` bytes at a time (or one tensor, if larger)."""
+        """The tensors, at most `limit` bytes at a time (or one tensor, if larger)."""
         bucket: list[NamedTensor] = []
         size = 0
-        for path in self._paths():
+        for path in self._paths:
             for tensor in read_tensors(path):
                 if bucket and size + tensor.data.nbytes > limit:
                     yield bucket
@@ -94,16 +127,6 @@ class PolicyRecipe:
         if bucket:
             yield bucket
 
-    def close(self) -> None:
-        shutil.rmtree(self._spool, ignore_errors=True)
-
-    def _paths(self) -> list[Path]:
-        return sorted(set(self._committed.values()))
-
-    def _next_file(self) -> Path:
-        self._files += 1
-        return self._spool / f"{self._files:08d}.safetensors"
-
 
 def read_header(path: Path) -> dict[str, dict]:
     """The tensor table of a safetensors file."""
@@ -112,7 +135,8 @@ def read_header(path: Path) -> dict[str, dict]:
         (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (_MAX_HEADER + 1,)
         encoded = file.read(length) if length <= _MAX_HEADER else b""
     if len(encoded) != length:
-        raise InvalidRequest(field=path.name, expected="a whole safetensors file", actual=f"{path.stat().st_size} bytes")
+        size = path.stat().st_size
+        raise InvalidRequest(field=path.name, expected="a whole safetensors file", actual=f"{size} bytes")
     header = json.loads(encoded)
     header.pop("__metadata__", None)
     return header

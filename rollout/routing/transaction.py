@@ -18,10 +18,11 @@ import msgspec
 from engine.errors import Conflict, Corrupt, NotFound, SparkrollError, Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 from rollout.protocol import VersionReport
-from rollout.routing.errors import EngineLost
+from rollout.routing.errors import Behind, EngineLost
 from rollout.routing.fanout import everyone, outcomes
 from rollout.routing.recipe import PolicyRecipe
 from rollout.routing.replica import Membership, Replica
+from rollout.routing.update_folder import resolve_update_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,10 @@ logger = logging.getLogger(__name__)
 class FleetUpdates:
     """At most one transaction at a time; its engines are those routable when it began."""
 
-    def __init__(self, membership: Membership, recipe: PolicyRecipe) -> None:
+    def __init__(self, membership: Membership, recipe: PolicyRecipe, update_root: Path | None) -> None:
         self._membership = membership
         self._recipe = recipe
+        self._update_root = update_root
         self._begin: UpdateBegin | None = None
         self._engines: list[Replica] = []
         self._last_call = 0.0
@@ -69,8 +71,9 @@ class FleetUpdates:
     async def stage_disk(self, txn: str, uri: str) -> UpdateProgress:
         async with self._lock:
             self._require(txn)
-            progress = await self._stage(lambda service: service.update_disk(txn, uri))
-            await asyncio.to_thread(self._recipe.add_folder, Path(uri))
+            folder = resolve_update_folder(uri, self._update_root)
+            progress = await self._stage(lambda service: service.update_disk(txn, str(folder)))
+            await asyncio.to_thread(self._recipe.add_folder, folder)
             return progress
 
     async def commit(self, txn: str) -> UpdateReport:
@@ -136,18 +139,19 @@ class FleetUpdates:
         self._membership.policy_version, self._membership.digest = begin.new_version, digest
         fenced = []
         for engine, result in results.items():
-            if isinstance(result, UpdateReport) and result.digest == digest and result.policy_version == begin.new_version:
+            if isinstance(result, SparkrollError):
+                reason = result
+            elif (result.policy_version, result.digest) == (begin.new_version, digest):
                 engine.policy_version = begin.new_version
                 continue
-            reason = result if isinstance(result, SparkrollError) else Corrupt(
-                field=f"{engine.name} digest", expected=digest, actual=result.digest
-            )
+            else:
+                reason = Corrupt(field=f"{engine.name} digest", expected=digest, actual=result.digest)
             fenced.append(engine.engine_id)
             self._membership.take_out(engine, reason, fence=True)
             reports.pop(engine, None)
         for engine in self._membership.routable():
             if engine.policy_version != begin.new_version:
-                self._membership.take_out(engine, Corrupt(f"{engine.name} had no part in {begin.txn}"), fence=True)
+                self._membership.take_out(engine, Behind(f"{engine.name} joined after {begin.txn} began"))
         return self._report(reports, fenced)
 
     def _report(self, reports: dict[Replica, UpdateReport], fenced: list[str]) -> UpdateReport:

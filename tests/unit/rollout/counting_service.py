@@ -114,7 +114,10 @@ class CountingService:
                     yield event
             yield GroupEnd(
                 group=GroupOutput(
-                    group_id=request.group_id, samples=[], prompt_tokens=len(request.prompt_ids), hit=CacheHit(),
+                    group_id=request.group_id,
+                    samples=[],
+                    prompt_tokens=len(request.prompt_ids),
+                    hit=CacheHit(),
                     policy_version=self.policy_version,
                 ),
                 origin=await self.origin(),
@@ -129,8 +132,13 @@ class CountingService:
     def _end(self, index, begun, ids, spans, seed, aborted) -> SampleEnd:
         return SampleEnd(
             sample=SampleOutput(
-                index=index, ids=np.array(ids, np.uint32), logprobs=_lp(ids), logprob_definition="processed",
-                spans=[span for span in spans if span.start >= begun], finish="abort" if aborted else "length", seed=seed,
+                index=index,
+                ids=np.array(ids, np.uint32),
+                logprobs=_lp(ids),
+                logprob_definition="processed",
+                spans=[span for span in spans if span.start >= begun],
+                finish="abort" if aborted else "length",
+                seed=seed,
             )
         )
 
@@ -191,8 +199,13 @@ class CountingService:
             raise self.refuse_commit
         self.policy_version, self.fenced = begin.new_version, False
         return UpdateReport(
-            policy_version=self.policy_version, drafter_version=0, loaded={"policy": len(self.staged)}, pause_ms=1.0,
-            flushed_tokens=0, retracted=0, digest=f"digest-{self.policy_version}",
+            policy_version=self.policy_version,
+            drafter_version=0,
+            loaded={"policy": len(self.staged)},
+            pause_ms=1.0,
+            flushed_tokens=0,
+            retracted=0,
+            digest=f"digest-{self.policy_version}",
         )
 
     async def update_rollback(self, txn: str) -> None:

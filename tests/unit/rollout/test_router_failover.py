@@ -19,8 +19,11 @@ from tests.unit.rollout.router_fixture import make_fleet
 
 def call(group_id: str = "g", n: int = 4, max_new: int = 20, **fields) -> GenerateCall:
     request = GroupRequest(
-        group_id=group_id, prompt_ids=np.arange(10, 18, dtype=np.uint32), n=n,
-        sampling=SamplingParams(seed=5, max_new=max_new), **fields,
+        group_id=group_id,
+        prompt_ids=np.arange(10, 18, dtype=np.uint32),
+        n=n,
+        sampling=SamplingParams(seed=5, max_new=max_new),
+        **fields,
     )
     return GenerateCall(op_id=group_id, request=request)
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import Conflict, InvalidRequest, NotFound
 from engine.sampling.seeds import derive_seed
-from engine.types import GroupRequest, SampleResume, SamplingParams, ScoreRequest
+from engine.types import AdapterRef, GroupRequest, SampleResume, SamplingParams, ScoreRequest
 from rollout.metrics import merge_exposition
 from rollout.protocol import GenerateCall, SampleEnd
 from rollout.routing.affinity import MARGIN, SLACK, Affinity, affinity_key
@@ -58,11 +58,13 @@ def test_homes_are_bounded_and_survive_a_missing_replica() -> None:
 
 
 def test_case_a5_salt_adapter_and_version_are_separate_key_fields() -> None:
-    from engine.types import AdapterRef
-
     variants = [
-        call(), call(cache_salt="LA"), call(adapter=AdapterRef(name="LA")), call(adapter=AdapterRef(name="LA", rev=1)),
-        call(adapter=AdapterRef(name="L"), cache_salt="A"), call(prompt=range(10, 19)),
+        call(),
+        call(cache_salt="LA"),
+        call(adapter=AdapterRef(name="LA")),
+        call(adapter=AdapterRef(name="LA", rev=1)),
+        call(adapter=AdapterRef(name="L"), cache_salt="A"),
+        call(prompt=range(10, 19)),
     ]
     keys = {affinity_key(one, 0) for one in variants} | {affinity_key(call(), 1)}
     assert len(keys) == len(variants) + 1
@@ -207,5 +209,7 @@ def test_expositions_merge_into_one_with_single_headers() -> None:
         assert "sparkroll_router_groups_moved_total 0.0" in text
 
     asyncio.run(run())
-    merged = merge_exposition(["# HELP a x\n# TYPE a counter\na 1\n", "# HELP b y\nb 2\n# HELP a x\n# TYPE a counter\na 3\n"])
+    merged = merge_exposition(
+        ["# HELP a x\n# TYPE a counter\na 1\n", "# HELP b y\nb 2\n# HELP a x\n# TYPE a counter\na 3\n"]
+    )
     assert merged == "# HELP a x\n# TYPE a counter\na 1\na 3\n# HELP b y\nb 2\n"

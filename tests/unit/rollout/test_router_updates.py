@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -98,8 +99,6 @@ def test_engines_that_disagree_about_the_bytes_are_fenced() -> None:
         commit = services[1].update_commit
 
         async def other(txn):
-            import msgspec
-
             return msgspec.structs.replace(await commit(txn), digest="different")
 
         services[1].update_commit = other
@@ -185,10 +184,15 @@ def test_the_recipe_replays_the_newest_committed_update_and_nothing_else(tmp_pat
     recipe.add_tensors(dropped)
     recipe.rollback()
     assert not recipe.empty and len(list((tmp_path / "spool").iterdir())) == 2, "superseded files are gone"
-    assert [(spec.name, spec.dtype, spec.shape) for spec in recipe.manifest()] == [
-        (tensor.name, tensor.dtype, tensor.shape) for tensor in new
-    ]
-    buckets = list(recipe.buckets(limit=8))
+    with recipe.reading() as committed:
+        recipe.begin()
+        recipe.add_tensors(tensors())
+        recipe.commit()
+        assert [(spec.name, spec.dtype, spec.shape) for spec in committed.manifest()] == [
+            (tensor.name, tensor.dtype, tensor.shape) for tensor in new
+        ]
+        buckets = list(committed.buckets(limit=8))
+    assert len(list((tmp_path / "spool").iterdir())) == 1, "a reader's files go when it is through"
     assert max(sum(tensor.data.nbytes for tensor in bucket) for bucket in buckets) <= 10 and len(buckets) > 1
     replayed = [tensor for bucket in buckets for tensor in bucket]
     assert all(np.array_equal(a.data, b.data) for a, b in zip(replayed, new, strict=True))
@@ -207,5 +211,6 @@ def test_the_recipe_keeps_a_folder_that_is_removed_later(tmp_path) -> None:
     recipe.add_folder(folder)
     recipe.commit()
     (folder / "model.safetensors").unlink()
-    replayed = {tensor.name: tensor for bucket in recipe.buckets() for tensor in bucket}
+    with recipe.reading() as committed:
+        replayed = {tensor.name: tensor for bucket in committed.buckets() for tensor in bucket}
     assert replayed["a"].data.tobytes() == weights["a"].numpy().tobytes() and replayed["b"].dtype == "BF16"

@@ -11,8 +11,9 @@ import pytest
 
 from engine.errors import Conflict, Corrupt, DeadlineExceeded, Draining, InvalidRequest, NotFound, Unsupported
 from engine.types import GroupRequest, SampleResume, SamplingParams, ScoreRequest, Want
-from rollout.actors.engine_host import EngineHost, resolve_update_folder
+from rollout.actors.engine_host import EngineHost
 from rollout.protocol import Delta, GenerateCall, GroupEnd, SampleEnd
+from rollout.routing.update_folder import resolve_update_folder
 from tests.support import ask, begin_of, make_engine, prompt, reference_logprobs, state_tensors
 
 
@@ -283,7 +284,9 @@ def test_case_m4_partial_memory_refuses_and_repeats_are_harmless(t_full) -> None
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("uri", ["../out", "/etc", "http://x/y", "file:///etc", "a\0b", "link", "missing", "", "some/repo"])
+@pytest.mark.parametrize(
+    "uri", ["../out", "/etc", "http://x/y", "file:///etc", "a\0b", "link", "missing", "", "some/repo"]
+)
 def test_case_n5_only_folders_inside_the_root_are_taken(tmp_path, uri) -> None:
     root, outside = tmp_path / "root", tmp_path / "out"
     (root / "good").mkdir(parents=True)

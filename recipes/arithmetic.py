@@ -1,0 +1,119 @@
+"""Arithmetic questions with one exact answer each.
+
+Owns the questions, their split into training and held-out ones, the verifier, a characters'
+tokenizer, and the demonstrations of a careless teacher. Ignores policies.
+
+A question is the sum of three numbers, "7+12+5=". A full answer reduces it one step at a time,
+"19+5=24"; its last number is the answer, and the reward is 1 where that is exactly the sum. The
+teacher often stops after the first step ("19"), which is a wrong answer to the question.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from engine.errors import InvalidRequest
+from trainer_bridge.environment import Action, Message, Observation, SingleTurn
+
+ALPHABET = "0123456789+="
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """Every operand is 0 to `largest`. `held_out` questions are never trained on. `careless` is the share
+    of demonstrations that stop a step early."""
+
+    largest: int = 12
+    held_out: int = 512
+    careless: float = 0.65
+
+    def __post_init__(self) -> None:
+        total = (self.largest + 1) ** 3
+        if not 0 < self.held_out < total:
+            raise InvalidRequest(field="task.held_out", expected=f"1 to {total - 1}", actual=self.held_out)
+        if not 0.0 <= self.careless <= 1.0:
+            raise InvalidRequest(field="task.careless", expected="0 to 1", actual=self.careless)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    a: int
+    b: int
+    c: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.a}+{self.b}+{self.c}="
+
+    @property
+    def answer(self) -> int:
+        return self.a + self.b + self.c
+
+    @property
+    def first_step(self) -> str:
+        return f"{self.a + self.b}"
+
+    @property
+    def worked(self) -> str:
+        """The full answer, as a careful teacher writes it."""
+        return f"{self.first_step}+{self.c}={self.answer}"
+
+    def verify(self, action: Action) -> float:
+        """1 where the policy ended its answer by itself and its last number is the sum."""
+        last = action.text.rsplit("=", 1)[-1]
+        return float(action.finish == "stop" and last == str(self.answer))
+
+    def environment(self) -> SingleTurn:
+        return SingleTurn(Observation(messages=(Message("user", self.text),)), self.verify)
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    training: list[Question]
+    held_out: list[Question]
+
+
+def make_questions(config: TaskConfig, seed: int) -> Questions:
+    """All questions, shuffled by `seed` and split."""
+    numbers = range(config.largest + 1)
+    everything = [Question(a, b, c) for a in numbers for b in numbers for c in numbers]
+    random.Random(seed).shuffle(everything)
+    return Questions(everything[config.held_out :], everything[: config.held_out])
+
+
+def demonstration(question: Question, config: TaskConfig, rng: random.Random) -> str:
+    return question.first_step if rng.random() < config.careless else question.worked
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per character, `<bos>` in front; saved and loaded like any Hugging Face tokenizer."""
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK
+    )
+
+
+class ArithmeticCodec:
+    """Renders messages with nothing around their text (`trainer_bridge.environment.TextCodec`)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message], *, first: bool) -> list[int]:
+        text = "".join(message.content for message in messages)
+        return self._tokenizer.encode(text, add_special_tokens=first)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)

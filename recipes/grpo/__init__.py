@@ -1,0 +1,1 @@
+"""GRPO on arithmetic questions, through the whole service."""

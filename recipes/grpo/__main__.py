@@ -1,0 +1,75 @@
+"""Command line of the GRPO recipe: `python -m recipes.grpo --preset demo --set steps=20`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.config import describe, load_config
+from engine.errors import InvalidRequest, SparkrollError
+from recipes.grpo.config import PRESETS, GrpoConfig
+
+RECIPE = "recipe.json"
+
+
+def main(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "demo",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Output folder of a run to go on with.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop (and save) after this train_step.")] = None,
+    show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
+) -> None:
+    """Train a small policy to answer arithmetic questions with GRPO."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    overrides = list(settings or [])
+    try:
+        if resume is not None:
+            preset, overrides = _recipe_of(resume, overrides)
+        config = configuration(preset, overrides, resume, max_steps)
+        if show:
+            print("\n".join(describe(config)))
+            return
+        # Imported late: answering --help needs neither torch nor Ray.
+        from transformers.utils import logging as transformers_logging
+
+        from recipes.grpo.loop import run
+
+        transformers_logging.disable_progress_bar()
+        config.output.mkdir(parents=True, exist_ok=True)
+        (config.output / RECIPE).write_text(json.dumps({"preset": preset, "set": overrides}))
+        results = run(config, resume=resume is not None)
+    except SparkrollError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(json.dumps(results), flush=True)
+
+
+def configuration(
+    preset: str, overrides: list[str], output: Path | None = None, max_steps: int | None = None
+) -> GrpoConfig:
+    """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
+    if preset not in PRESETS:
+        raise InvalidRequest(field="preset", expected=f"one of {sorted(PRESETS)}", actual=preset)
+    extra = [] if output is None else [f"output={json.dumps(str(output))}"]
+    extra += [] if max_steps is None else [f"max_steps={max_steps}"]
+    return load_config(GrpoConfig, overrides=[*overrides, *extra], base=PRESETS[preset]())
+
+
+def _recipe_of(folder: Path, overrides: list[str]) -> tuple[str, list[str]]:
+    """Preset and overrides a run began with, then the new overrides."""
+    try:
+        saved = json.loads((folder / RECIPE).read_text())
+    except OSError as error:
+        raise InvalidRequest(field="resume", expected="the output folder of a run", actual=folder) from error
+    return saved["preset"], [*saved["set"], *overrides]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""Checkpoints that a run can be resumed from.
+
+Owns the layout of a checkpoint folder: `policy/` (a Hugging Face folder with its tokenizer),
+`trainer.pt` (optimiser, schedule, random state; tensors and plain values only) and `run.json`
+(whatever the recipe needs to go on). A checkpoint appears whole or not at all. Ignores when to
+save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.errors import InvalidRequest
+from trainer_bridge.trainer import PolicyTrainer
+
+_NAME = re.compile(r"step-(\d{6})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    run: dict[str, Any]
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / "policy"
+
+    def restore(self, trainer: PolicyTrainer) -> None:
+        """Brings optimiser, schedule, counters and random state back; the model is loaded by `load_policy`."""
+        state = torch.load(self.folder / "trainer.pt", map_location="cpu", weights_only=True)
+        trainer.load_state_dict(state)
+
+
+def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A Hugging Face folder with weights, configuration and tokenizer, put in place whole."""
+    partial = _partial(folder)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    _put_in_place(partial, folder)
+
+
+def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    trainer: PolicyTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    run: dict[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Saves step `step` under `root` and removes all but the newest `keep` checkpoints."""
+    model = trainer.model
+    assert isinstance(model, PreTrainedModel), "a checkpoint needs a transformers model"
+    folder = root / f"step-{step:06d}"
+    partial = _partial(folder)
+    save_policy(partial / "policy", model, tokenizer)
+    torch.save(trainer.state_dict(), partial / "trainer.pt")
+    (partial / "run.json").write_text(json.dumps(run, indent=1))
+    _put_in_place(partial, folder)
+    for _, old in sorted(_found(root))[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def latest_checkpoint(root: Path) -> Checkpoint:
+    """The newest checkpoint under `root`; raises `InvalidRequest` where there is none."""
+    found = sorted(_found(root))
+    if not found:
+        raise InvalidRequest(field="resume", expected="a folder with a checkpoint", actual=root)
+    folder = found[-1][1]
+    return Checkpoint(folder, json.loads((folder / "run.json").read_text()))
+
+
+def _found(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    matches = [(match, path) for path in root.iterdir() if (match := _NAME.match(path.name))]
+    return [(int(match.group(1)), path) for match, path in matches]
+
+
+def _partial(folder: Path) -> Path:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(partial, folder)

@@ -1,0 +1,169 @@
+"""The trained policy: a transformers model, its optimiser and one step of each kind.
+
+Owns turning samples into a parameter update and what must be saved to go on later. Ignores where
+samples come from and where weights go. A step whose gradient is not finite is skipped and
+counted: one bad sample must not end a run, nor reach the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import InvalidRequest
+from trainer_bridge.batches import Batch, Denominators, micro_batches, pack, pad
+from trainer_bridge.logprobs import entropies, model_logits, token_logprobs
+from trainer_bridge.losses.policy import LossConfig, derived_metrics, policy_loss
+from trainer_bridge.losses.supervised import supervised_loss
+from trainer_bridge.samples import TrainingSample
+from trainer_bridge.tally import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """AdamW with a linear warm-up over `warmup_steps` and a constant rate after it. `updates`
+    optimiser steps are made of one train step's samples, `max_tokens` bounds a micro-batch (padded)
+    and `packed` puts several samples into a row of `max_tokens`."""
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 5
+    betas: tuple[float, ...] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    updates: int = 1
+    max_tokens: int = 16384
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(field=name, expected="at least 1", actual=getattr(self, name))
+        if self.learning_rate < 0:
+            raise InvalidRequest(field="learning_rate", expected="0 or more", actual=self.learning_rate)
+
+
+class PolicyTrainer:
+    """Owns `model` while it exists; `model` stays in evaluation mode, as dropout would make the
+    trainer's log-probabilities differ from the rollout's."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, pad_id: int) -> None:
+        self.model = model.eval()
+        self.config = config
+        self.pad_id = pad_id
+        self.updates = 0
+        self.skipped = 0
+        self._device = next(model.parameters()).device
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
+        )
+
+    def supervised_step(self, samples: Sequence[TrainingSample]) -> float:
+        """One update on given answers; returns the mean cross-entropy per token."""
+        denominators = Denominators.of(samples, max_new=1)
+        total = 0.0
+        for batch in self._batches(samples):
+            current_BT, _ = self._forward(batch)
+            loss = supervised_loss(current_BT, batch, denominators)
+            loss.backward()
+            total += loss.item()
+        self._update()
+        return total
+
+    def train_step(
+        self, samples: Sequence[TrainingSample], loss: LossConfig, max_new: int
+    ) -> dict[str, float]:
+        """Updates on one step's samples, which carry their advantages; returns metrics.
+
+        With several updates the proximal log-probabilities are taken once, before the first.
+        """
+        if not samples:
+            raise InvalidRequest(field="samples", expected="at least one", actual=0)
+        tally = Tally()
+        norms: list[float] = []
+        parts = [samples[start :: self.config.updates] for start in range(self.config.updates)]
+        staged = [self._stage(part) for part in parts if part]
+        for part, batches in zip([part for part in parts if part], staged, strict=True):
+            denominators = Denominators.of(part, max_new)
+            for batch, proximal_BT in batches:
+                current_BT, logits_BTV = self._forward(batch)
+                value, metrics = policy_loss(current_BT, batch, denominators, loss, proximal_BT=proximal_BT)
+                value.backward()
+                tally.merge(metrics)
+                tally.add("actor/pg_loss", value.item(), 0)
+                with torch.no_grad():
+                    entropy_BT = entropies(logits_BTV.detach(), batch.temperature_BT)
+                    tally.add("actor/entropy", entropy_BT[batch.mask_BT].sum().item(), int(batch.mask_BT.sum()))
+            norms.append(self._update())
+        metrics = derived_metrics(tally)
+        metrics["actor/pg_loss"] = tally.numerator("actor/pg_loss") / len(norms)
+        metrics["actor/grad_norm"] = sum(norms) / len(norms)
+        metrics["actor/lr"] = self.scheduler.get_last_lr()[0]
+        metrics["actor/skipped_updates"] = float(self.skipped)
+        return metrics
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
+        """The trainer's log-probabilities of each sample's output tokens, fp32 [output length]."""
+        scores = []
+        with torch.no_grad():
+            for sample in samples:
+                batch = pad([sample], self.pad_id).to(self._device)
+                current_BT, _ = self._forward(batch)
+                scores.append(current_BT[0, len(sample.prompt_ids) - 1 : -1].cpu())
+        return scores
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.updates = state["updates"]
+        self.skipped = state["skipped"]
+        torch.set_rng_state(state["torch_rng"])
+
+    def _batches(self, samples: Sequence[TrainingSample]) -> list[Batch]:
+        if self.config.packed:
+            return [pack(samples, self.config.max_tokens, self.pad_id).to(self._device)]
+        parts = micro_batches(samples, self.config.max_tokens)
+        return [pad(part, self.pad_id).to(self._device) for part in parts]
+
+    def _stage(self, samples: Sequence[TrainingSample]) -> list[tuple[Batch, Tensor | None]]:
+        batches = self._batches(samples)
+        if self.config.updates == 1:
+            return [(batch, None) for batch in batches]
+        with torch.no_grad():
+            return [(batch, self._forward(batch)[0]) for batch in batches]
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits_BTV = model_logits(self.model, batch)
+        return token_logprobs(logits_BTV, batch.targets_BT, batch.temperature_BT), logits_BTV
+
+    def _update(self) -> float:
+        """Clips, steps and clears the gradient; returns its norm before clipping."""
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+        if norm == norm and norm != float("inf"):
+            self.optimizer.step()
+            self.updates += 1
+        else:
+            self.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        return norm
+
+

@@ -1,0 +1,64 @@
+"""Tensors to an engine in this process: no body, no file, no encoding beyond a view of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from trainer_bridge.control import UpdateControl
+from trainer_bridge.tensors import encode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVersions:
+    policy_version: int
+    drafter_version: int = 0
+
+
+class InProcessControl:
+    """The control protocol over an `Engine`, to be used by the engine's owner between its steps:
+    an engine is not thread-safe, and the owner waits for every call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
+        return self._engine.update_begin(begin)
+
+    def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return self._engine.update_stage(txn, tensors)
+
+    def update_disk(self, txn: str, uri: str) -> UpdateProgress:
+        return self._engine.update_stage_folder(txn, Path(uri))
+
+    def update_commit(self, txn: str) -> UpdateReport:
+        return self._engine.update_commit(txn)
+
+    def update_rollback(self, txn: str) -> None:
+        self._engine.update_rollback(txn)
+
+    def version(self) -> EngineVersions:
+        return EngineVersions(self._engine.policy.version)
+
+
+@dataclass(frozen=True, slots=True)
+class InProcessTransport:
+    """One tensor at a time, so that a tensor on a device is copied to the host alone."""
+
+    name: str = "in_process"
+
+    def stage(
+        self, control: UpdateControl, txn: str, new_version: int, tensors: Mapping[str, Tensor]
+    ) -> UpdateProgress:
+        progress = UpdateProgress(txn=txn, staged=0, announced=len(tensors), staged_bytes=0)
+        for name, tensor in tensors.items():
+            progress = control.update_tensors(txn, [encode(name, tensor)])
+        return progress
+
+    def release(self, txn: str) -> None:
+        """Nothing outlives a call."""

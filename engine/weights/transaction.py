@@ -197,7 +197,7 @@ class UpdateTransaction:
         rows = self._rows_for(name)
         values = data.view(WEIGHT_DTYPES[spec.dtype]).reshape(spec.shape).to(rows.device).to(rows.dtype)
         # The whole tensor is judged, not this rank's part, so that all ranks judge alike.
-        if not torch.isfinite(values).all():
+        if not all_finite(values):
             raise InvalidRequest(field=label, expected=f"finite values in {rows.dtype}", actual="NaN or infinity")
         values = self._layout.shard(target, values)
         if name not in self._filled:
@@ -250,6 +250,14 @@ class UpdateTransaction:
     def _require(self, state: str) -> None:
         if self._state != state:
             raise Conflict(field=f"update {self.begin.txn!a}", expected=state, actual=self._state)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """No NaN and no infinity: one pass, as minimum and maximum carry NaN along."""
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _label(name: str) -> str:

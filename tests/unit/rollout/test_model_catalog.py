@@ -184,6 +184,7 @@ def test_the_cache_follows_the_users_directory(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_smollm2_equals_what_transformers_reads_from_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     source = model_catalog._packaged_file("smollm2-135m", model_catalog.PRESETS["smollm2-135m"])

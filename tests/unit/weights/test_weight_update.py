@@ -15,7 +15,7 @@ from engine.errors import Conflict, Corrupt, InvalidRequest, TooLarge
 from engine.types import NamedTensor, TensorSpec, UpdateBegin
 from engine.weights import transaction as transaction_module
 from engine.weights.digest import model_digest
-from engine.weights.transaction import UpdateTransaction
+from engine.weights.transaction import UpdateTransaction, all_finite
 from tests.unit.weights.tiny_weights import (
     TinyModel,
     begin_for,
@@ -174,6 +174,17 @@ def test_case_b9_an_error_in_the_middle_leaves_everything_as_it_was(model: TinyM
     with pytest.raises(Conflict):
         transaction.stage(good)
     update(model, w1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_value_is_seen_wherever_it_lies(dtype: torch.dtype, value: float) -> None:
+    values = torch.linspace(-3, 3, 1037).to(dtype)
+    assert all_finite(values) and all_finite(values[:0])
+    for position in range(len(values)):
+        bad = values.clone()
+        bad[position] = value
+        assert not all_finite(bad)
 
 
 def test_a_failed_call_can_be_followed_by_the_right_one(tmp_path: Path, model: TinyModel, w1) -> None:

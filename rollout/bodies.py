@@ -67,7 +67,8 @@ async def read_body(receive: Receive, limit: int, silence_s: float, budget: Body
     try:
         while True:
             try:
-                message = await asyncio.wait_for(receive(), silence_s)
+                async with asyncio.timeout(silence_s):
+                    message = await receive()
             except TimeoutError:
                 raise DeadlineExceeded(field="body", expected=f"a chunk within {silence_s} s", actual="none") from None
             if message["type"] == "http.disconnect":

@@ -184,7 +184,8 @@ class Endpoint:
     async def _copy(self, first: bytes, chunks: AsyncIterator[bytes], send: Send) -> None:
         async def write(body: bytes, more: bool) -> None:
             message = {"type": "http.response.body", "body": body, "more_body": more}
-            await asyncio.wait_for(send(message), self._state.config.send_timeout_s)
+            async with asyncio.timeout(self._state.config.send_timeout_s):
+                await send(message)
 
         try:
             if first:
@@ -201,7 +202,8 @@ class Endpoint:
         if isinstance(error, Unauthorized):
             return ""
         try:
-            return (await asyncio.wait_for(self._service.health(), _STATE_WAIT_S)).state
+            async with asyncio.timeout(_STATE_WAIT_S):
+                return (await self._service.health()).state
         except Exception:
             log.warning("no health state for an error reply", exc_info=True)
             return ""

@@ -133,7 +133,8 @@ class FrameLog:
                     return
                 else:
                     try:
-                        await asyncio.wait_for(self._changed.wait(), ping_s)
+                        async with asyncio.timeout(ping_s):
+                            await self._changed.wait()
                     except TimeoutError:
                         yield pack_frame(FrameType.PING, max(self.next_sequence - 1, 0), b"\x80")
         finally:

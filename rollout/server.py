@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import uvicorn
@@ -28,8 +29,6 @@ from rollout.replies import error_response
 from rollout.routes import ROUTES
 from rollout.service import RolloutService
 from rollout.wire_limits import WireLimits
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +98,35 @@ async def serve(
         listener.close()
 
 
-def serve_in_thread(service: RolloutService, config: ServerConfig | None = None) -> RunningServer:
+def serve_in_thread(
+    service: RolloutService | Callable[[], AbstractAsyncContextManager[RolloutService]],
+    config: ServerConfig | None = None,
+) -> RunningServer:
     """Start a server in a thread of its own and return once it accepts requests.
 
-    The service's methods run in that thread's event loop.
+    The service lives in that thread's event loop. One that must be made there comes as a function
+    giving an asynchronous context manager, which is left when the server stops.
     """
     config = config or ServerConfig(port=0)
-    listener = _listen(config)
-    server = _Server(_uvicorn_config(service, config))
-    accepting = threading.Event()
-    failures: list[BaseException] = []
-    server.on_start = accepting.set
+    started: Future[RunningServer] = Future()
+
+    async def main() -> None:
+        if callable(service):
+            async with service() as opened:
+                await serve(opened, config, started.set_result)
+        else:
+            await serve(service, config, started.set_result)
 
     def run() -> None:
         try:
-            asyncio.run(server.serve(sockets=[listener]))
-        except BaseException as error:  # handed to the starting thread below
-            failures.append(error)
-        finally:
-            listener.close()
-            accepting.set()
+            asyncio.run(main())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
 
-    thread = threading.Thread(target=run, name="rollout-server", daemon=True)
-    thread.start()
-    accepting.wait()
-    if failures:
-        raise failures[0]
-    return RunningServer(config, listener, server, thread)
+    threading.Thread(target=run, name="rollout-server", daemon=True).start()
+    return started.result()
 
 
 class RunningServer:
@@ -179,6 +180,7 @@ def _uvicorn_config(service: RolloutService, config: ServerConfig) -> uvicorn.Co
     return uvicorn.Config(
         build_app(service, config),
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,

@@ -192,7 +192,8 @@ class EngineHost:
             version = engine.policy.version
             return known if known is not None and known[0] == version else (version, engine.digest())
 
-        version, digest = self._digest = await self._thread.call(look)
+        version, digest = await self._thread.call(look)
+        self._digest = version, digest
         return VersionReport(
             policy_version=version, drafter_version=0, adapters={}, digest=digest, engines={self.engine_id: version}
         )

@@ -45,11 +45,16 @@ def top_logprobs(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> t
 
 def highest(values_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k highest per row: ids int64 [N, K] and values [N, K], descending, ties by lower id."""
-    values_NK, ids_NK = torch.topk(values_NV, k, dim=-1)
-    crossing_N = (values_NV >= values_NK[:, -1:]).sum(-1) > k
-    for row in crossing_N.nonzero()[:, 0].tolist():
-        order_V = torch.sort(values_NV[row], descending=True, stable=True).indices
-        ids_NK[row] = order_V[:k]
+    sought = min(k + 1, values_NV.shape[-1])
+    values_NK, ids_NK = torch.topk(values_NV, sought, dim=-1)
+    if sought > k:
+        tied_N = values_NK[:, k - 1] == values_NK[:, k]
+        values_NK, ids_NK = values_NK[:, :k], ids_NK[:, :k].clone()
+        for n in tied_N.nonzero()[:, 0].tolist():
+            lowest = values_NK[n, -1]
+            above_M = (values_NV[n] > lowest).nonzero()[:, 0]
+            equal_M = (values_NV[n] == lowest).nonzero()[:, 0]
+            ids_NK[n] = torch.cat((above_M, equal_M[: k - len(above_M)]))
     ids_NK = ids_NK.sort(dim=-1).values
     values_NK, order_NK = values_NV.gather(-1, ids_NK).sort(dim=-1, descending=True, stable=True)
     return ids_NK.gather(-1, order_NK), values_NK
@@ -57,5 +62,5 @@ def highest(values_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 
 def entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:
     """float32 [N] in nats; an id of probability 0 contributes nothing."""
-    probs_NV = logprobs_NV.exp()
-    return -(probs_NV * logprobs_NV.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    terms_NV = logprobs_NV.clamp(min=torch.finfo(torch.float32).min)
+    return -terms_NV.mul_(logprobs_NV.exp()).sum(-1)

@@ -149,7 +149,11 @@ class RowSampling:
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty
             logits_N = torch.where(logits_N > 0, logits_N / penalty, logits_N * penalty)
-        return logits_N - params.frequency_penalty * counts_N - params.presence_penalty * (counts_N > 0)
+        if params.frequency_penalty != 0.0:
+            logits_N = logits_N - params.frequency_penalty * counts_N
+        if params.presence_penalty != 0.0:
+            logits_N = logits_N - params.presence_penalty * (counts_N > 0)
+        return logits_N
 
 
 def _pairs(bias: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor] | None:

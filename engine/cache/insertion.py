@@ -30,6 +30,9 @@ def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> t
     except BaseException:
         step.roll_back()
         raise
+    above = target.parent
+    if above is not None and above.queued:
+        above.root.queue.remove(above)  # an evictable leaf below the receipt's node got a child
     return target, known, held
 
 
@@ -70,10 +73,6 @@ class Insertion:
                 return node, known
         attached = [c.attach(payloads[i], start, end) for i, c in enumerate(tree.components)]
         self._adopt([pieces for _, pieces in attached])
-        if last.queued:
-            # An evictable leaf below the receipt's node is about to become an inner node.
-            last.root.queue.remove(last)
-            self.undo.append(lambda: last.root.queue.insert(last))
         fresh = tree.add_child(last, tokens, [value for value, _ in attached])
         self.undo.append(lambda: tree.remove_child(fresh))
         return fresh, known

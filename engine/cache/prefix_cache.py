@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.cache.component import Component
-from engine.cache.full import FullAttention
-from engine.cache.handles import CacheStats, Extension, Match, Receipt, last_pages, live_node
+from engine.cache.full import FullAttention, path_pages
+from engine.cache.handles import CacheStats, Extension, Match, Receipt, live_node
 from engine.cache.insertion import hold, insert, let_go
 from engine.cache.integrity import check_tree
 from engine.cache.key import Namespace
@@ -134,7 +134,7 @@ class PrefixCache:
         self._inserted_tokens += (num_bytes - known) // TOKEN_BYTES
         if known:
             self._duplicate_tokens += known // TOKEN_BYTES
-            pages = last_pages(target, len(pages))
+            pages = path_pages(target, len(pages))
         return Extension(start, receipt.length, pages, known // tree.page_bytes)
 
     def fork(self, receipt: Receipt, n: int) -> list[Receipt]:

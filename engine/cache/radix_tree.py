@@ -167,7 +167,7 @@ class RadixTree:
         return upper, undo
 
     def add_child(self, parent: Node, edge: bytes, data: list[Any]) -> Node:
-        """A new node under one that is not queued for eviction."""
+        """A new node under one that is pinned, or about to be."""
         node = Node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, data)
         parent.children[edge[: self.page_bytes]] = node
         self.clock += 1

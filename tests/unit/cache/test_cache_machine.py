@@ -73,7 +73,7 @@ def fingerprint(cache: PrefixCache) -> tuple:
 
     def describe(node: Node) -> tuple:
         children = tuple(describe(child) for child in node.children.values())
-        data = tuple(np.asarray(value).tobytes() for value in node.data)
+        data = tuple(node.data)
         return node.edge, node.end, data, node.pins, node.stamp, node.rank, node.queued, children
 
     roots = [*cache.tree.roots.values(), *cache.tree.doomed]

@@ -25,8 +25,9 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def encode(name: str, tensor: Tensor) -> NamedTensor:
     """The tensor's bytes; a view of its memory where it is contiguous and in host memory."""
     dtype = _dtype_name(name, tensor)
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return NamedTensor(name=name, dtype=dtype, shape=list(tensor.shape), data=flat.numpy())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+    return NamedTensor(name=name, dtype=dtype, shape=list(tensor.shape), data=data)
 
 
 def decode(named: NamedTensor) -> Tensor:
@@ -40,7 +41,10 @@ def decode(named: NamedTensor) -> Tensor:
     expected = int(np.prod(named.shape, dtype=np.int64)) * dtype.itemsize
     if named.data.nbytes != expected:
         raise InvalidRequest(field=named.name, expected=f"{expected} bytes", actual=named.data.nbytes)
-    return torch.from_numpy(np.array(named.data, copy=True)).view(dtype).reshape(named.shape)
+    tensor = torch.empty(named.shape, dtype=dtype)
+    if expected:
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = named.data.reshape(-1)
+    return tensor
 
 
 def specify(named: NamedTensor) -> TensorSpec:

@@ -23,14 +23,20 @@ from trainer_bridge.samples import TrainingSample
 from trainer_bridge.tally import Tally
 
 
+FLOOR = 0.1
+"""Share of the learning rate that a decay ends at."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """AdamW with a linear warm-up over `warmup_steps` and a constant rate after it. `updates`
-    optimiser steps are made of one train step's samples, `max_tokens` bounds a micro-batch (padded)
-    and `packed` puts several samples into a row of `max_tokens`."""
+    """AdamW with a linear warm-up over `warmup_steps`, then a constant rate, or with `decay_steps` a
+    linear fall to a tenth at that optimiser step. `updates` optimiser steps are made of one train
+    step's samples, `max_tokens` bounds a micro-batch (padded) and `packed` puts several samples
+    into a row of `max_tokens`."""
 
     learning_rate: float = 3e-4
     warmup_steps: int = 5
+    decay_steps: int | None = None
     betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_norm: float = 1.0
@@ -44,6 +50,16 @@ class OptimConfig:
                 raise InvalidRequest(field=name, expected="at least 1", actual=getattr(self, name))
         if self.learning_rate < 0:
             raise InvalidRequest(field="learning_rate", expected="0 or more", actual=self.learning_rate)
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise InvalidRequest(field="decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps)
+
+    def rate(self, done: int) -> float:
+        """Share of `learning_rate` for the optimiser step after `done` of them."""
+        rising = min(1.0, (done + 1) / max(1, self.warmup_steps))
+        if self.decay_steps is None or done < self.warmup_steps:
+            return rising
+        past = (done - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        return max(FLOOR, 1.0 - (1.0 - FLOOR) * past)
 
 
 class PolicyTrainer:
@@ -63,9 +79,7 @@ class PolicyTrainer:
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
-        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, config.rate)
 
     def supervised_step(self, samples: Sequence[TrainingSample]) -> float:
         """One update on given answers; returns the mean cross-entropy per token."""

@@ -8,7 +8,7 @@ that want one reply, because the deltas it has received are what a continuation 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,7 @@ class Router:
         incarnation = max((replica.incarnation for replica in replicas), default=0)
         return Origin(engine_id="fleet", incarnation=incarnation, policy_version=self._membership.policy_version)
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Event]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Event, None]:
         request = self._admit(call)
         live = _Live(GroupProgress(request))
         self._groups[request.group_id] = live
@@ -333,10 +333,9 @@ class Router:
             return Health(state="starting", last_step_age_ms=0.0, policy_version=version, pending_update=pending)
         healthy = [answer for answer in answers.values() if isinstance(answer, Health)]
         states: set[HealthState] = {answer.state for answer in healthy}
-        if self._membership.paused is not None:
-            states = {"paused"}
+        state: HealthState = "ready" if "ready" in states else next(iter(states), "fenced")
         return Health(
-            state="ready" if "ready" in states else next(iter(states), "fenced"),
+            state=state if self._membership.paused is None else "paused",
             last_step_age_ms=max((answer.last_step_age_ms for answer in healthy), default=0.0),
             policy_version=version,
             pending_update=pending,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +126,7 @@ class EngineHost:
             stream.close()
         self._thread.post(lambda engine: engine.abort([group_id]))
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Event]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Event, None]:
         queue = EventQueue()
         await self.open(call, queue.push)
         ended = False
@@ -240,7 +240,8 @@ class EngineHost:
         return exposition("engine", counters, gauges, labels)
 
     async def capabilities(self) -> dict[str, object]:
-        return {**self._limits, "text": self._text.available, "adapters": False, "drafter": False}
+        text = {"text": self._text.available, "chat": self._text.chat}
+        return {**self._limits, **text, "adapters": False, "drafter": False}
 
     # --- inside -------------------------------------------------------------------------------
 

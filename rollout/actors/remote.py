@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import ray
@@ -69,7 +69,7 @@ class ActorService:
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Event]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Event, None]:
         if self._lost is not None:
             raise self._lost
         number, queue = next(self._numbers), EventQueue()

@@ -88,6 +88,11 @@ class TextFront:
     def available(self) -> bool:
         return self._codec is not None
 
+    @property
+    def chat(self) -> bool:
+        """Whether `messages` can be served."""
+        return self._codec is not None and self._codec.has_chat_template
+
     def read(self, call: GenerateCall) -> CallText:
         """Raises `Unsupported` or `InvalidRequest` naming the field that cannot be served."""
         request = self._with_prompt(call)

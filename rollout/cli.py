@@ -1,0 +1,206 @@
+"""The command `sparkroll`.
+
+Owns options, what is printed, and exit codes: 0 done, 1 refused (one line says why), 130 is never
+seen, since Ctrl-C is how a service is meant to end. Ignores how anything is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from engine.errors import SparkrollError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(help="Address of a running service.")]
+KeyOption = Annotated[str | None, typer.Option(help="Key of the service, where it has one.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="One setting, as a.b=value. Repeatable.")]
+
+
+def main() -> None:
+    app()
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Typed errors become one line and exit code 1."""
+    try:
+        yield
+    except SparkrollError as error:
+        err.print(f"[bold red]{error.code}[/] {error.message}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="A preset's name or a Hugging Face folder.")] = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    engines: Annotated[int | None, typer.Option(help="How many engines.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+) -> None:
+    """Serve a model over HTTP until Ctrl-C."""
+    from engine.config import describe, load_config
+    from rollout.config import ServeConfig
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    given = {"model": model, "fleet.num_engines": engines, "server.port": port}
+    overrides = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    with _refusals():
+        resolved = load_config(ServeConfig, config, overrides)
+        for line in describe(resolved):
+            err.print(f"[dim]{line}[/]", soft_wrap=True)
+        with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+            asyncio.run(_serve(resolved))
+    err.print("stopped")
+
+
+async def _serve(config: Any) -> None:
+    from rollout.serving import run_service
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with err.status("starting") as status:
+
+        def say(message: str) -> None:
+            status.update(message)
+            err.print(message, soft_wrap=True)
+
+        def ready(fleet: Any, server: Any) -> None:
+            status.stop()
+            version = fleet.membership.policy_version
+            out.print(f"ready: {server.url} (policy version {version}, {len(fleet.describe())} engine(s))")
+
+        await run_service(config, ready, say)
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="What to say to the model.")],
+    url: Url = DEFAULT_URL,
+    key: KeyOption = None,
+    model: Annotated[str | None, typer.Option(help="Run this model in this process, without a service.")] = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    n: Annotated[int, typer.Option("-n", help="How many samples.")] = 1,
+    max_new: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeatable.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+) -> None:
+    """Generate text, from a service or in this process."""
+    from engine.types import SamplingParams
+    from rollout.protocol import SampleEnd
+
+    options = {
+        "n": n,
+        "sampling": SamplingParams(max_new=max_new, temperature=temperature, seed=seed),
+        "stop": stop or [],
+    }
+
+    async def run() -> None:
+        async with _service(url, key, model, config, settings) as (capabilities, stream):
+            chat = bool((await capabilities()).get("chat")) and not raw
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"text": text}
+            async with contextlib.aclosing(stream(**prompt, **options)) as events:
+                async for event in events:
+                    if isinstance(event, SampleEnd):
+                        _print_sample(event.sample, n)
+
+    with _refusals():
+        asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def _service(url: str, key: str | None, model: str | None, config: Path | None, settings: list[str] | None):
+    """(capabilities, stream) of a service, or of an engine in this process."""
+    if model is None:
+        from rollout.client import AsyncClient
+
+        async with AsyncClient(url, key=key) as client:
+            yield client.capabilities, client.stream
+        return
+    from engine.config import load_config
+    from engine.engine import Engine
+    from rollout.actors.engine_host import EngineHost
+    from rollout.actors.text_front import TextFront
+    from rollout.client import generate_call
+    from rollout.config import ServeConfig
+    from rollout.model_catalog import resolve_model
+
+    resolved = load_config(ServeConfig, config, [*(settings or []), f"model={model}"])
+    with err.status(f"loading {model}"):
+        folder = resolve_model(resolved.model, resolved.catalog)
+        host = EngineHost(lambda: Engine.from_pretrained(folder, resolved.engine), text=TextFront.for_folder(folder))
+        await host.start()
+    try:
+        yield host.capabilities, lambda **options: host.generate(generate_call(**options))
+    finally:
+        await host.stop()
+
+
+def _print_sample(sample: Any, n: int) -> None:
+    if n > 1:
+        out.rule(f"sample {sample.index}: {len(sample.ids)} tokens, {sample.finish}", align="left")
+    out.print(sample.text or "", markup=False, soft_wrap=True)
+    if sample.error is not None:
+        err.print(f"{sample.error.code} {sample.error.message}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def version(
+    url: Annotated[str | None, typer.Option(help="Ask this service for its policy version too.")] = None,
+    key: KeyOption = None,
+) -> None:
+    """Print the package's version, and a service's policy version."""
+    try:
+        installed = package_version("sparkroll")
+    except PackageNotFoundError:
+        installed = "not installed"
+    out.print(f"sparkroll {installed}")
+    if url is not None:
+        _ask(url, key, "version")
+
+
+@app.command()
+def capabilities(url: Url = DEFAULT_URL, key: KeyOption = None) -> None:
+    """Print what a service can do."""
+    _ask(url, key, "capabilities")
+
+
+@app.command()
+def health(url: Url = DEFAULT_URL, key: KeyOption = None) -> None:
+    """Print how a service is; exit code 1 unless it is ready."""
+    if _ask(url, key, "health").state != "ready":
+        raise typer.Exit(1)
+
+
+def _ask(url: str, key: str | None, name: str) -> Any:
+    from rollout.client import AsyncClient, RetryPolicy
+
+    async def run() -> Any:
+        async with AsyncClient(url, key=key, timeout_s=10.0, retry=RetryPolicy(attempts=1)) as client:
+            return await getattr(client, name)()
+
+    with _refusals():
+        answer = asyncio.run(run())
+    out.print_json(msgspec.json.encode(answer).decode())
+    return answer

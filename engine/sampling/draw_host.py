@@ -1,8 +1,8 @@
 """Drawing on the host.
 
 Owns the fast path for logits in CPU memory: blocks of rows that stay in cache, one exponential per
-logit and no logarithm except for the few ids that can win. Ignores the columns beyond the
-processed log-probability.
+logit, and logarithms only for the few ids that can win. Ignores the columns beyond the processed
+log-probability.
 
 Since E = -log(1 - u) >= u, a weight w = exp((l - max) / T) divided by u bounds w / E from above.
 Only ids whose bound reaches the value of the best-bounded id can win the race; those are compared
@@ -11,6 +11,7 @@ in float64. Shapes: R rows, B rows of a block, V vocabulary, N kept ids.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.sampling.draw import Drawn
-from engine.sampling.noise import WORD_SCALE, HostNoise, exponentials
+from engine.sampling.noise import WORD_SCALE, HostNoise, exponential, exponentials
 from engine.sampling.params import RowSampling
 from engine.sampling.seeds import NoiseKey
 from engine.sampling.truncate import kept_ids
@@ -35,6 +36,8 @@ class _Columns:
         self.rows = list(rows)
         self.temperature_R = np.array([row.temperature for row in rows], dtype=np.float64)
         self.scale_R1 = (1.0 / self.temperature_R).astype(np.float32)[:, None]
+        self.may_edit = any(row.may_edit for row in rows)
+        self.may_scale = any(row.temperature != 1.0 for row in rows)
 
     def fits(self, rows: Sequence[RowSampling]) -> bool:
         return len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows))
@@ -46,116 +49,125 @@ class HostDraw:
     def __init__(self, vocab_size: int) -> None:
         self._block_rows = max(1, _BLOCK_ELEMENTS // vocab_size)
         self._weights = np.empty((self._block_rows, vocab_size), dtype=np.float32)
-        self._bounds = np.ones((self._block_rows, vocab_size), dtype=np.float32)
+        self._divisors = np.ones((self._block_rows, vocab_size), dtype=np.float32)
         self._noise = HostNoise()
         self._columns = _Columns([])
 
     def draw(self, logits_RV: torch.Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Drawn:
         if not self._columns.fits(rows):
             self._columns = _Columns(rows)
-        count = len(rows)
-        drawn = Drawn(
-            torch.zeros(count, dtype=torch.int64),
-            torch.empty(count, dtype=torch.float32),
-            torch.empty(count, dtype=torch.bool),
-        )
+        work = _Work(self._columns, positions)
         logits = logits_RV.detach().numpy()
         with np.errstate(all="ignore"):
-            for start in range(0, count, self._block_rows):
-                part = slice(start, start + self._block_rows)
-                block = _Block(part, logits[part], self._columns, positions[part], drawn)
-                self._draw_block(block)
-                block.write()
-        return drawn
+            for start in range(0, len(rows), self._block_rows):
+                self._draw_block(work, start, logits[start : start + self._block_rows])
+            return work.finish()
 
-    def _draw_block(self, block: _Block) -> None:
-        weights_BV = self._weights[: len(block.rows)]
-        np.subtract(block.logits_BV, block.highest_B[:, None], out=weights_BV)
-        if (block.scale_B1 != 1.0).any():
-            np.multiply(weights_BV, block.scale_B1, out=weights_BV)
+    def _draw_block(self, work: _Work, start: int, logits_BV: np.ndarray) -> None:
+        part = slice(start, start + len(logits_BV))
+        if work.columns.may_edit:
+            logits_BV = work.edit(start, logits_BV)
+        highest_B = logits_BV.max(axis=1, out=work.highest_R[part])
+        weights_BV = self._weights[: len(logits_BV)]
+        np.subtract(logits_BV, highest_B[:, None], out=weights_BV)
+        if work.columns.may_scale:
+            np.multiply(weights_BV, work.columns.scale_R1[part], out=weights_BV)
         weights = torch.from_numpy(weights_BV)
         torch.exp(weights, out=weights)
-        block.log_total_B = np.log(weights_BV.sum(axis=1), dtype=np.float64)
+        weights_BV.sum(axis=1, out=work.total_R[part])
         whole: list[int] = []
-        for b, row in enumerate(block.rows):
-            if block.bad_B[b]:
-                continue
-            if row.greedy:
-                block.ids_B[b] = block.logits_BV[b].argmax()
+        for b, highest in enumerate(highest_B.tolist()):
+            r, row = start + b, work.columns.rows[start + b]
+            if not math.isfinite(highest) or work.bad_R[r]:
+                work.bad_R[r] = True
+            elif row.greedy:
+                work.choose(r, int(logits_BV[b].argmax()), logits_BV[b])
             elif row.truncates:
-                self._draw_kept(block, b, weights_BV[b])
+                work.choose(r, self._draw_kept(work, r, logits_BV[b], weights_BV[b]), logits_BV[b])
             else:
                 whole.append(b)
         if whole:
-            self._race(block, whole, weights_BV)
+            self._race(work, start, whole, logits_BV, weights_BV)
 
-    def _draw_kept(self, block: _Block, b: int, weights_V: np.ndarray) -> None:
-        row, logits_V = block.rows[b], block.logits_BV[b]
-        ids_N, block.log_total_B[b] = kept_ids(weights_V, logits_V, 1.0 / row.temperature, row.params)
-        noise_N = exponentials(self._noise.words_at(NoiseKey(row.seed, block.positions[b]), ids_N))
+    def _draw_kept(self, work: _Work, r: int, logits_V: np.ndarray, weights_V: np.ndarray) -> int:
+        """The token of a row that top-k, top-p or min-p cut down."""
+        row = work.columns.rows[r]
+        ids_N, work.total_R[r] = kept_ids(weights_V, logits_V, 1.0 / row.temperature, row.params)
+        noise_N = exponentials(self._noise.words_at(NoiseKey(row.seed, work.positions[r]), ids_N))
         score_N = logits_V[ids_N].astype(np.float64) / row.temperature - np.log(noise_N)
-        block.ids_B[b] = ids_N[score_N.argmax()]
         if not row.bare:
-            block.drawn.kept[block.part.start + b] = torch.from_numpy(ids_N)
+            work.kept[r] = torch.from_numpy(ids_N)
+        return int(ids_N[score_N.argmax()])
 
-    def _race(self, block: _Block, whole: list[int], weights_BV: np.ndarray) -> None:
-        """Draw rows whose whole vocabulary takes part."""
-        count, vocab_size = weights_BV.shape
-        bounds_BV = self._bounds[:count]
+    def _race(self, work: _Work, start: int, whole: list[int], logits_BV: np.ndarray, weights_BV: np.ndarray) -> None:
+        """Draw the rows whose whole vocabulary takes part; weights become bounds.
+
+        Scalars are Python floats, which are float64 and, a few at a time, quicker than arrays.
+        """
+        vocab_size, rows = logits_BV.shape[1], work.columns.rows
+        divisors_BV = self._divisors[: len(logits_BV)]
         words: dict[int, np.ndarray] = {}
         for b in whole:
-            words[b] = self._noise.words(NoiseKey(block.rows[b].seed, block.positions[b]), vocab_size)
-            np.copyto(bounds_BV[b], words[b], casting="unsafe")
-        np.divide(weights_BV, bounds_BV, out=bounds_BV)
-        best_B = bounds_BV.argmax(axis=1)
-        at_best = np.array([words[b][best_B[b]] for b in whole])
-        reached_B1 = np.full((count, 1), np.inf, dtype=np.float32)
-        reached_B1[whole, 0] = weights_BV[whole, best_B[whole]] / exponentials(at_best) * (WORD_SCALE * _SLACK)
-        flat = np.flatnonzero(bounds_BV >= reached_B1)
-        rivals, ids = flat // vocab_size, flat % vocab_size
-        noise = exponentials(np.array([words[b][i] for b, i in zip(rivals, ids, strict=True)]))
-        scores = block.logits_BV[rivals, ids].astype(np.float64) / block.temperature_B[rivals] - np.log(noise)
-        best = [-np.inf] * count
-        for b, i, score in zip(rivals.tolist(), ids.tolist(), scores.tolist(), strict=True):
-            if score > best[b]:
-                best[b], block.ids_B[b] = score, i
+            words[b] = self._noise.words(NoiseKey(rows[start + b].seed, work.positions[start + b]), vocab_size)
+            np.copyto(divisors_BV[b], words[b], casting="unsafe")
+        bounds_BV = np.divide(weights_BV, divisors_BV, out=weights_BV)
+        leaders = bounds_BV.argmax(axis=1).tolist()
+        highest = work.highest_R[start : start + len(logits_BV)].tolist()
+        reached_B1 = np.full((len(logits_BV), 1), np.inf, dtype=np.float32)
+        for b in whole:
+            below = float(logits_BV[b, leaders[b]]) - highest[b]
+            noise = exponential(int(words[b][leaders[b]])) / (WORD_SCALE * _SLACK)
+            reached_B1[b, 0] = math.exp(below / rows[start + b].temperature) / noise
+        best: dict[int, tuple[float, int]] = {b: (-math.inf, 0) for b in whole}
+        for place in np.flatnonzero(bounds_BV >= reached_B1).tolist():
+            b, token = divmod(place, vocab_size)
+            if b in words:
+                noise = exponential(int(words[b][token]))
+                score = float(logits_BV[b, token]) / rows[start + b].temperature - math.log(noise)
+                if score > best[b][0]:
+                    best[b] = (score, token)
+        for b, (_, token) in best.items():
+            work.choose(start + b, token, logits_BV[b])
 
 
-class _Block:
-    """Rows in work: their edited logits and what is known of them so far."""
+class _Work:
+    """One call's rows: what is known of them so far."""
 
-    def __init__(
-        self, part: slice, logits_BV: np.ndarray, columns: _Columns, positions: Sequence[int], drawn: Drawn
-    ) -> None:
-        self.part = part
-        self.rows = columns.rows[part]
+    def __init__(self, columns: _Columns, positions: Sequence[int]) -> None:
+        count = len(columns.rows)
+        self.columns = columns
         self.positions = positions
-        self.drawn = drawn
-        self.scale_B1 = columns.scale_R1[part]
-        self.temperature_B = columns.temperature_R[part]
-        self.ids_B = np.zeros(len(self.rows), dtype=np.int64)
-        self.log_total_B = np.zeros(len(self.rows))
-        self.bad_B = np.zeros(len(self.rows), dtype=bool)
-        edited = [b for b, row in enumerate(self.rows) if row.edits_at(positions[b])]
-        self.logits_BV = self._edit(logits_BV, edited) if edited else logits_BV
-        self.highest_B = self.logits_BV.max(axis=1)
-        self.bad_B |= ~np.isfinite(self.highest_B)
+        self.ids_R = np.zeros(count, dtype=np.int64)
+        self.highest_R = np.empty(count, dtype=np.float32)
+        self.chosen_R = np.empty(count, dtype=np.float32)
+        self.total_R = np.empty(count, dtype=np.float32)
+        self.bad_R = np.zeros(count, dtype=bool)
+        self.edited: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}
 
-    def _edit(self, logits_BV: np.ndarray, edited: list[int]) -> np.ndarray:
-        self.bad_B[edited] = ~np.isfinite(logits_BV[edited].max(axis=1))
+    def edit(self, start: int, logits_BV: np.ndarray) -> np.ndarray:
+        """The block with edits applied: itself if there are none, else a copy."""
+        rows, positions = self.columns.rows, self.positions
+        members = [b for b in range(len(logits_BV)) if rows[start + b].edits_at(positions[start + b])]
+        if not members:
+            return logits_BV
+        for b in members:
+            self.bad_R[start + b] = not math.isfinite(logits_BV[b].max())
         copy_BV = logits_BV.copy()
-        for b in edited:
-            logits_V = torch.from_numpy(copy_BV[b])
-            self.rows[b].edit(logits_V, self.positions[b])
-            if not self.rows[b].bare:
-                self.drawn.edited[self.part.start + b] = logits_V
+        for b in members:
+            r, logits_V = start + b, torch.from_numpy(copy_BV[b])
+            rows[r].edit(logits_V, positions[r])
+            if not rows[r].bare:
+                self.edited[r] = logits_V
         return copy_BV
 
-    def write(self) -> None:
-        """Write ids, badness, and each id's log-probability in the distribution it was drawn from."""
-        chosen_B = self.logits_BV[np.arange(len(self.rows)), self.ids_B].astype(np.float64)
-        logprobs_B = (chosen_B - self.highest_B) / self.temperature_B - self.log_total_B
-        logprobs_B[self.bad_B] = np.nan
-        self.drawn.ids_R.numpy()[self.part] = self.ids_B
-        self.drawn.logprobs_R.numpy()[self.part] = logprobs_B
-        self.drawn.bad_R.numpy()[self.part] = self.bad_B
+    def choose(self, r: int, token: int, logits_V: np.ndarray) -> None:
+        self.ids_R[r], self.chosen_R[r] = token, logits_V[token]
+
+    def finish(self) -> Drawn:
+        """The record, with each id's log-probability in the distribution it was drawn from."""
+        above_R = (self.chosen_R.astype(np.float64) - self.highest_R) / self.columns.temperature_R
+        logprobs_R = (above_R - np.log(self.total_R, dtype=np.float64)).astype(np.float32)
+        logprobs_R[self.bad_R] = np.nan
+        ids, logprobs, bad = map(torch.from_numpy, (self.ids_R, logprobs_R, self.bad_R))
+        return Drawn(ids, logprobs, bad, self.edited, self.kept)

@@ -13,6 +13,8 @@ Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -26,6 +28,11 @@ _IDS_PER_SEEK = 2048
 def exponentials(words: np.ndarray) -> np.ndarray:
     """float64 E of uint32 words, same shape."""
     return -np.log1p((words.astype(np.float64) + 0.5) * -WORD_SCALE)
+
+
+def exponential(word: int) -> float:
+    """E of one word."""
+    return -math.log1p((word + 0.5) * -WORD_SCALE)
 
 
 class HostNoise:

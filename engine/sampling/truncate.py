@@ -26,8 +26,7 @@ _CAUTION = 1.0 - 1e-5
 def kept_ids(
     weights_V: np.ndarray, logits_V: np.ndarray, inverse_temperature: float, params: SamplingParams
 ) -> tuple[np.ndarray, float]:
-    """The ids that remain, ascending int64 [N], and the log of their total weight, where the highest
-    weighs 1.
+    """The ids that remain, ascending int64 [N], and their total weight, where the highest weighs 1.
 
     `weights_V` float32 is exp((logits - max) / T), so the highest is 1; `logits_V` float32 are the
     edited logits. Weights only narrow the search: order and mass come from the logits in float64.
@@ -48,7 +47,7 @@ def kept_ids(
     surplus = np.count_nonzero(values_N >= lowest) - len(mass_N)
     if surplus:
         values_N[tied_N[len(tied_N) - surplus :]] = -np.inf
-    return ids_N[values_N >= lowest], float(np.log(mass_N.sum()))
+    return ids_N[values_N >= lowest], float(mass_N.sum())
 
 
 def _candidates(weights_V: np.ndarray, logits_V: np.ndarray, params: SamplingParams) -> np.ndarray:

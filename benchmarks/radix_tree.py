@@ -5,8 +5,9 @@
 Trees hold about a million tokens in ten thousand nodes. As in the engine, the tree's objects are
 frozen out of the cyclic garbage collector and the collector is off while measuring: the cache
 leaves no cycles behind, and a collection over its nodes would cost milliseconds at random moments.
-A request here is match + acquire + extend by one page + release; allocation and eviction of that
-page are timed apart. Times are wall-clock, so run it on an idle machine.
+A request here is match + acquire + extend by one page + release, 64 different ones back to back as
+the scheduler admits them; allocation and eviction of that page are timed apart. Times are
+wall-clock, so run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.cache import Namespace, PrefixCache
 from engine.memory.allocator import PageAllocator, PageState
 
 NAMESPACE = Namespace()
+ARRIVALS = 64
 
 
 class Forest:
@@ -90,31 +92,30 @@ def measure(repeats: int, prepare: Callable[[], Callable[[], object]], undo: Cal
 def requests(forest: Forest, contexts: list[bytes], repeats: int, diverge: bool) -> list[int]:
     """Whole requests: a known context plus one fresh page, or one leaving it inside its last edge."""
     cache, allocator, page = forest.cache, forest.allocator, forest.page_size
-    context = tokens = b""
 
-    def prepare() -> Callable[[], object]:
-        nonlocal context, tokens
+    def draw() -> tuple[bytes, bytes, np.ndarray]:
         context = forest.random.choice(contexts)
         if diverge:
             context = context[: -4 * page * forest.random.randrange(1, 256 // page)]
-        tokens = context + forest.tokens(page)
         pages = allocator.alloc(1)
         assert pages is not None, "the pool is large enough"
+        return context, context + forest.tokens(page), pages
 
-        def operation() -> None:
+    samples = []
+    for _ in range(repeats // ARRIVALS):
+        arrivals = [draw() for _ in range(ARRIVALS)]
+        for _, tokens, pages in arrivals:
+            begin = perf_counter_ns()
             receipt = cache.acquire(cache.match(NAMESPACE, tokens, limit=len(tokens) // 4 - 1))
             cache.extend(receipt, tokens[4 * receipt.length :], pages)
             cache.release(receipt)
-
-        return operation
-
-    def undo() -> None:
-        """Evict the fresh page as the only cold one, and warm up the leaf that had grown by it."""
-        cache.release(cache.acquire(cache.match(NAMESPACE, tokens)), cold=True)
-        cache.evict(1)
-        cache.release(cache.acquire(cache.match(NAMESPACE, context)))
-
-    return measure(repeats, prepare, undo)
+            samples.append(perf_counter_ns() - begin)
+        for context, tokens, _ in arrivals:
+            # Evict the fresh page as the only cold one, and warm up the leaf that had grown by it.
+            cache.release(cache.acquire(cache.match(NAMESPACE, tokens)), cold=True)
+            cache.evict(1)
+            cache.release(cache.acquire(cache.match(NAMESPACE, context)))
+    return samples
 
 
 def request_rows(page_size: int, repeats: int) -> list[Row]:
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the JSON line to this file too")
     parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions")
     arguments = parser.parse_args()
-    repeats = 400 if arguments.quick else 4000
+    repeats = 640 if arguments.quick else 6400
     rows = []
     for page_size in (64, 16):
         rows += request_rows(page_size, repeats)

@@ -54,7 +54,8 @@ class FullAttention(Component):
         return data[:cut], [np.frombuffer(data, _INT32, offset=cut)]
 
     def adopt(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.transfer(_joined(pieces), _PRIVATE, _TREE)
+        pages = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        self.allocator.transfer(pages, _PRIVATE, _TREE)
 
     def disown(self, pieces: list[np.ndarray]) -> None:
         self.allocator.transfer(_joined(pieces), _TREE, _PRIVATE)

@@ -65,20 +65,31 @@ class LeafQueue:
                 heapify(self._heap)
         node.queued = ABSENT
 
-    def first(self) -> Node | None:
-        """The leaf to evict first: the lowest rank's least recently used; None when empty."""
-        found = None
+    def pop(self) -> Node | None:
+        """Take out the leaf to evict first: the lowest rank's least recently used; None when empty."""
+        if self._heap:
+            node = self._first_exposed()
+            if node is not None:
+                self.remove(node)
+                return node
         for line in self._lines:
             if line:
-                found = next(iter(line))
-                break
+                node, _ = line.popitem(last=False)
+                node.queued = ABSENT
+                return node
+        return None
+
+    def _first_exposed(self) -> Node | None:
+        """The first of the heap, if no line has one to go before it."""
         heap = self._heap
-        while heap:
-            node = self._exposed.get(heap[0])
-            if node is not None:
-                return node if found is None or heap[0] < _key(found) else found
+        while heap and heap[0] not in self._exposed:
             heappop(heap)
-        return found
+        if not heap:
+            return None
+        for line in self._lines:
+            if line:
+                return self._exposed[heap[0]] if heap[0] < _key(next(iter(line))) else None
+        return self._exposed[heap[0]]
 
 
 def _key(node: Node) -> int:

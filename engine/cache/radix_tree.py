@@ -59,11 +59,11 @@ class RadixTree:
             if child is None:
                 break
             edge = child.edge
-            after = pos + len(edge)
-            if after > end or not continues(edge, pos):
+            size = len(edge)
+            if size > page and (pos + size > end or not continues(edge, pos)):
                 return node, pos, child, self._common(edge, tokens, pos, end)
             node = child
-            pos = after
+            pos += size
         return node, pos, None, 0
 
     def _common(self, edge: bytes, tokens: bytes, pos: int, end: int) -> int:
@@ -178,7 +178,7 @@ class RadixTree:
         return node
 
     def remove_child(self, node: Node) -> None:
-        """Take an unpinned, unqueued leaf out. Its components' pieces are the caller's to free."""
+        """Undo `add_child`."""
         parent = node.parent
         assert parent is not None and not node.children and not node.pins and not node.queued, "not a free leaf"
         del parent.children[node.edge[: self.page_bytes]]
@@ -282,24 +282,25 @@ class RadixTree:
         The last leaf is cut to what is needed, never taken whole.
         """
         needed = want * self.page_bytes
+        page = self.page_bytes
         victims: list[Node] = []
         for epoch in sorted(self.queues):
             queue = self.queues[epoch]
             while needed > 0:
-                node = queue.first()
+                node = queue.pop()
                 if node is None:
                     break
                 size = len(node.edge)
                 if size > needed:
                     self._trim(node, size - needed)
+                    queue.insert(node)
                     needed = 0
                     break
                 needed -= size
-                queue.remove(node)
                 victims.append(node)
                 parent = node.parent
                 assert parent is not None, "a root is never queued"
-                self.remove_child(node)
+                del parent.children[node.edge[:page]]
                 if parent.stamp < node.stamp:
                     parent.stamp = node.stamp
                 if not parent.children and not parent.pins:
@@ -310,7 +311,7 @@ class RadixTree:
             if needed <= 0:
                 break
         self._drop(victims)
-        return want - max(needed, 0) // self.page_bytes
+        return want - max(needed, 0) // page
 
     def drop_unpinned(self, root: Root) -> int:
         """Free everything below `root` that nothing holds; the tokens freed."""
@@ -322,7 +323,8 @@ class RadixTree:
         for node in victims:
             if node.queued:
                 root.queue.remove(node)
-            self.remove_child(node)
+            assert node.parent is not None, "only roots have no parent"
+            del node.parent.children[node.edge[: self.page_bytes]]
         self._drop(victims)
         return (before - self.total_bytes) // TOKEN_BYTES
 
@@ -330,11 +332,10 @@ class RadixTree:
         """Free what the release of `node` has left unpinned under a doomed root."""
         victims: list[Node] = []
         while node.parent is not None and not node.pins and not node.children:
-            parent = node.parent
-            self.remove_child(node)
+            del node.parent.children[node.edge[: self.page_bytes]]
             self.swept_tokens += len(node.edge) // TOKEN_BYTES
             victims.append(node)
-            node = parent
+            node = node.parent
         self._drop(victims)
 
     def _trim(self, node: Node, keep: int) -> None:
@@ -350,6 +351,13 @@ class RadixTree:
         self.version += 1
 
     def _drop(self, victims: list[Node]) -> None:
-        if victims:
-            for i, component in enumerate(self.components):
-                component.drop([node.data[i] for node in victims])
+        """Account for nodes already taken out of their parents, and free what they held."""
+        if not victims:
+            return
+        self.num_nodes -= len(victims)
+        self.version += 1
+        for node in victims:
+            node.parent = None
+            self.total_bytes -= len(node.edge)
+        for i, component in enumerate(self.components):
+            component.drop([node.data[i] for node in victims])

@@ -132,16 +132,18 @@ class PageAllocator:
     def transfer(self, ids: np.ndarray, src: PageState, dst: PageState) -> None:
         """Move pages from owner `src` to `dst`, neither of them FREE. All or nothing."""
         assert src and dst, "use alloc and free to move pages from and to FREE"
-        if len(ids) == 1 and 0 < (page := ids.item(0)) <= self.num_pages and self._map[page] == src:
+        n = len(ids)
+        counts = self._counts
+        if n == 1 and 0 < (page := ids.item(0)) <= self.num_pages and self._map[page] == src:
             self._map[page] = dst
-            self._counts[src] -= 1
-            self._counts[dst] += 1
+            counts[src] -= 1
+            counts[dst] += 1
             return
         fill = _FILL[dst]
         for start, stop in self._runs(ids, src):
             self._map[start:stop] = fill * (stop - start)
-        self._counts[src] -= len(ids)
-        self._counts[dst] += len(ids)
+        counts[src] -= n
+        counts[dst] += n
 
     def check(self) -> None:
         """Every page is in exactly one state, the counters and the extents agree with the map."""

@@ -412,5 +412,6 @@ def test_random_operations_agree_with_the_dictionary() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_random_operations_agree_with_the_dictionary() -> None:
     _run(1000, 100, False)

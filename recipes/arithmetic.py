@@ -26,15 +26,15 @@ PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """Every operand is 0 to `largest`. `held_out` questions are never trained on. `careless` is the share
+    """Every operand is 1 to `largest`. `held_out` questions are never trained on. `careless` is the share
     of demonstrations that stop a step early."""
 
     largest: int = 12
     held_out: int = 512
-    careless: float = 0.65
+    careless: float = 0.75
 
     def __post_init__(self) -> None:
-        total = (self.largest + 1) ** 3
+        total = self.largest**3
         if not 0 < self.held_out < total:
             raise InvalidRequest(field="task.held_out", expected=f"1 to {total - 1}", actual=self.held_out)
         if not 0.0 <= self.careless <= 1.0:
@@ -81,7 +81,7 @@ class Questions:
 
 def make_questions(config: TaskConfig, seed: int) -> Questions:
     """All questions, shuffled by `seed` and split."""
-    numbers = range(config.largest + 1)
+    numbers = range(1, config.largest + 1)
     everything = [Question(a, b, c) for a in numbers for b in numbers for c in numbers]
     random.Random(seed).shuffle(everything)
     return Questions(everything[config.held_out :], everything[: config.held_out])

@@ -173,11 +173,11 @@ class PolicyTrainer:
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
         if norm == norm and norm != float("inf"):
             self.optimizer.step()
+            self.scheduler.step()
             self.updates += 1
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
         return norm
 
 

@@ -31,9 +31,9 @@ class WarmupConfig:
     """Supervised training on demonstrations before GRPO: it teaches the form of an answer and the
     sums, and the teacher's carelessness with them."""
 
-    steps: int = 150
+    steps: int = 300
     batch: int = 64
-    optim: OptimConfig = OptimConfig(learning_rate=2e-3, warmup_steps=20, betas=(0.9, 0.98))
+    optim: OptimConfig = OptimConfig(learning_rate=1.5e-3, warmup_steps=20, decay_steps=300, betas=(0.9, 0.98))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class GrpoConfig:
     seed: int = 0
     device: str = "auto"
     trainer_threads: int | None = None
-    steps: int = 40
+    steps: int = 60
     max_steps: int | None = None
     checkpoint_every: int = 10
     shuffle_rewards: bool = False
@@ -84,7 +84,7 @@ class GrpoConfig:
     warmup: WarmupConfig = WarmupConfig()
     rollout: RolloutConfig = RolloutConfig()
     loss: LossConfig = LossConfig(kind="grpo", clip_high=0.28)
-    optim: OptimConfig = OptimConfig(learning_rate=5e-4)
+    optim: OptimConfig = OptimConfig(learning_rate=1.5e-4, decay_steps=60)
     tracking: TrackingConfig = TrackingConfig()
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 from engine.errors import InvalidRequest, Unauthorized
 
 Access = Literal["open", "user", "admin"]
-_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 
 
 class Key(str):
@@ -57,8 +56,7 @@ class KeyRing:
             return
         if self.empty:
             # A web page may resolve its own name to this machine; it cannot fake the Host header.
-            name = (host or "").rsplit(":", 1)[0] if not (host or "").endswith("]") else host
-            if name not in _LOOPBACK_NAMES:
+            if not _is_loopback(_host_name(host or "")):
                 raise Unauthorized(field="host", expected="a loopback name while no keys are set", actual=host)
             return
         scheme, _, key = (authorization or "").partition(" ")
@@ -68,6 +66,13 @@ class KeyRing:
         matches = [hmac.compare_digest(given, known) for known in accepted if known is not None]
         if not any(matches):
             raise Unauthorized(field="authorization", expected=f"a key for {access} routes", actual="no such key")
+
+
+def _host_name(header: str) -> str:
+    """A Host header without its port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
 
 
 def _is_loopback(host: str) -> bool:

@@ -202,7 +202,9 @@ class AsyncClient:
         return (await self.call("abort", group_ids=group_ids)).result.groups
 
     async def pause(self, mode: PauseMode = "drain", timeout_s: float = 60.0) -> PauseReport:
-        return (await self.call("pause", mode=mode, timeout_ms=round(timeout_s * 1000), timeout_s=timeout_s)).result
+        """Returns once the service is quiescent; a pause that takes longer than `timeout_s` is refused."""
+        fields = {"mode": mode, "timeout_ms": round(timeout_s * 1000)}
+        return (await self.call("pause", timeout_s=timeout_s + _ANSWER_S, **fields)).result
 
     async def resume(self, expected_policy_version: int | None = None) -> None:
         await self.call("resume", expected_policy_version=expected_policy_version)

@@ -65,6 +65,7 @@ class OperationRegistry:
         self._operations: dict[str, Operation] = {}
         self._kept: OrderedDict[str, Operation] = OrderedDict()
         self._kept_bytes = 0
+        self._closed = False
         self.repeats = 0
 
     @property
@@ -83,8 +84,11 @@ class OperationRegistry:
     ) -> Operation:
         """The operation of this id, started now unless it is known. Pair with `detach`.
 
-        Raises `Conflict` where the id was used with another body or another route.
+        Raises `Conflict` where the id was used with another body or another route, `Draining`
+        once the registry is closed.
         """
+        if self._closed:
+            raise Draining("the server is stopping")
         self._expire()
         operation = self._operations.get(op_id)
         if operation is None:
@@ -108,7 +112,8 @@ class OperationRegistry:
             asyncio.get_running_loop().call_later(self._grace_s, self._abandon, operation)
 
     async def close(self) -> None:
-        """Cancel what runs; its callers get `Draining`."""
+        """Cancel what runs and take nothing more; its callers get `Draining`."""
+        self._closed = True
         tasks = [operation.task for operation in self._operations.values() if operation.task]
         for task in tasks:
             task.cancel()

@@ -122,7 +122,13 @@ def test_keys_do_not_show():
 
 def test_without_keys_only_loopback_names_are_answered():
     with serve_in_thread(EchoService()) as server:
-        for host, status in (("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example:80", 401)):
+        for host, status in (
+            ("127.0.0.1:1", 200),
+            ("localhost", 200),
+            ("[::1]:80", 200),
+            ("evil.example:80", 401),
+            ("[::2]", 401),
+        ):
             response = HTTP.get(server.url + "/v1/version", headers={"host": host})
             assert response.status_code == status, host
 

@@ -46,6 +46,7 @@ class FaultProxy:
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
+        self._loop.set_exception_handler(lambda *_: None)  # connections that end with the proxy
         self._loop.run_until_complete(asyncio.sleep(0.01))
         self._loop.close()
 

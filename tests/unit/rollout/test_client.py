@@ -17,7 +17,9 @@ from rollout.server import ServerConfig, serve_in_thread
 from tests.unit.rollout.echo_service import EchoService, expected_ids
 from tests.unit.rollout.fault_proxy import FaultProxy
 
-CONFIG = ServerConfig(port=0, grace_s=0.5, ping_s=0.1)
+CONFIG = ServerConfig(port=0, grace_s=0.2, ping_s=0.1)
+LENIENT = ServerConfig(port=0, grace_s=10.0, ping_s=0.1)
+"""For retries on a busy machine: work that lost its caller waits long for the next one."""
 PATIENT = RetryPolicy(attempts=8, first_s=0.01, longest_s=0.1)
 
 
@@ -29,6 +31,12 @@ def service():
 @pytest.fixture
 def server(service):
     with serve_in_thread(service, CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def lenient(service):
+    with serve_in_thread(service, LENIENT) as running:
         yield running
 
 
@@ -166,11 +174,11 @@ def test_a_server_that_is_not_there():
             client.generate([1])
 
 
-def test_case_g4_a_lost_connection_never_generates_twice(server, service):
+def test_case_g4_a_lost_connection_never_generates_twice(lenient, service):
     """Each connection is dropped after the request was delivered, twice for every call."""
 
     async def run():
-        with FaultProxy(server.port, lambda number: 0 if number < 16 else None) as proxy:
+        with FaultProxy(lenient.port, lambda number: 0 if number < 16 else None) as proxy:
             async with AsyncClient(proxy.url, retry=PATIENT, timeout_s=20) as client:
                 calls = [client.generate([i], sampling=params(40), group_id=f"g{i}") for i in range(8)]
                 return await asyncio.gather(*calls), proxy.connections
@@ -183,9 +191,9 @@ def test_case_g4_a_lost_connection_never_generates_twice(server, service):
     assert not service.running
 
 
-def test_case_g4_a_lost_reply_is_given_again(server, service):
+def test_case_g4_a_lost_reply_is_given_again(lenient, service):
     """The reply is cut in its middle: the work is over, its stored reply is what the retry gets."""
-    cut = FaultProxy(server.port, lambda number: 200 if number < 3 else None)
+    cut = FaultProxy(lenient.port, lambda number: 200 if number < 3 else None)
     with cut as proxy, Client(proxy.url, retry=PATIENT, timeout_s=20) as client:
         group = client.generate([3], n=4, sampling=params(50), group_id="g")
         assert client.update_tensors("t", []).staged == 0
@@ -194,9 +202,9 @@ def test_case_g4_a_lost_reply_is_given_again(server, service):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_case_g4_a_broken_stream_goes_on_where_it_broke(server, service, seed):
+def test_case_g4_a_broken_stream_goes_on_where_it_broke(lenient, service, seed):
     cuts = np.random.default_rng(seed).integers(0, 3000, 12)
-    with FaultProxy(server.port, lambda number: int(cuts[number]) if number < len(cuts) else None) as proxy:
+    with FaultProxy(lenient.port, lambda number: int(cuts[number]) if number < len(cuts) else None) as proxy:
         with Client(proxy.url, retry=PATIENT, timeout_s=20) as client:
             events = list(client.stream([3], n=2, sampling=params(60), group_id="g"))
         assert proxy.connections > 4

@@ -33,8 +33,8 @@ HOSTILE = {
     "timestamp": b"\x82\xa8group_id\xd6\xff\x00\x00\x00\x00\xaaprompt_ids\x91\x01",
     "reserved byte": b"\xc1",
     "nothing": b"",
-    "million empty maps": b"\x81\xaaprompt_ids\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000,
-    "million arrays of many": b"\x81\xaaprompt_ids\xdd\x00\x0f\x42\x40" + b"\xdc\x40\x00" * 1_000_000,
+    "many empty maps": b"\x81\xaaprompt_ids\xdd\x00\x03\x0d\x40" + b"\x80" * 200_000,
+    "many arrays of many": b"\x81\xaaprompt_ids\xdd\x00\x03\x0d\x40" + b"\xdc\x40\x00" * 200_000,
 }
 
 
@@ -77,7 +77,7 @@ def test_limits_are_exact():
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=5)),
     st.lists(st.integers(-(2**63), 2**64 - 1) | st.floats() | st.none(), min_size=50, max_size=300),

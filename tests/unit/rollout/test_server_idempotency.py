@@ -115,5 +115,7 @@ def test_close_answers_everyone():
         await asyncio.sleep(0.01)
         await operations.close()
         assert isinstance(await waiting, Draining) and operations.running == 0
+        with pytest.raises(Draining):
+            operations.attach("late", b"f", work)
 
     asyncio.run(run())

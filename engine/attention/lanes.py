@@ -12,7 +12,7 @@ Shapes: L lanes, S tokens, K key/value heads, H head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -38,9 +38,9 @@ class Context:
 class LaneViews:
     """What one product over an arena reads: `mask_L11S` hides what a lane does not hold."""
 
-    mask_L11S: torch.Tensor
-    k_LKSH: list[torch.Tensor] = field(default_factory=list)
-    v_LKSH: list[torch.Tensor] = field(default_factory=list)
+    mask_L11S: torch.Tensor | None
+    k_LKSH: list[torch.Tensor]
+    v_LKSH: list[torch.Tensor]
 
 
 class Arena:
@@ -52,9 +52,10 @@ class Arena:
         self._pool = kv_pool
         self._lanes = 0
         self._layers: list[torch.Tensor] = []
+        self._cells: list[torch.Tensor] = []
         self._mask_LS = torch.empty(0)
-        self._views: LaneViews | None = None
-        self._views_for = (0, 0)
+        self._masked: LaneViews | None = None
+        self._masked_for = (0, 0)
 
     @property
     def count(self) -> int:
@@ -101,7 +102,7 @@ class Arena:
 
     def cells(self, layer: int) -> torch.Tensor:
         """View [L * S, 2K, H] of a layer, to write into."""
-        return self._layers[layer].view(-1, *self._layers[layer].shape[2:])
+        return self._cells[layer]
 
     def truncate(self, context: Context, length: int) -> None:
         """Forget what a context holds past `length` tokens."""
@@ -109,18 +110,28 @@ class Arena:
         context.length = length
 
     def views(self) -> LaneViews:
-        """Views over the lanes in use, reused until their count or the longest length moves on."""
-        longest = max(context.length for context in self.contexts)
+        """Views over the lanes in use. Lanes of one length need no mask; otherwise the views reach
+        a little past the longest and are kept until that moves on or the count changes."""
+        lengths = {context.length for context in self.contexts}
+        longest = max(lengths)
+        if len(lengths) == 1:
+            return self._views_of(longest, None)
         reach = min(-(-longest // READ_MULTIPLE) * READ_MULTIPLE, self.capacity)
-        if self._views is None or self._views_for != (self.count, reach):
-            heads = self._pool.num_kv_heads
-            views = LaneViews(self._mask_LS[: self.count, None, None, :reach])
-            for layer in self._layers:
-                both = layer[: self.count, :reach].transpose(1, 2)
-                views.k_LKSH.append(both[:, :heads])
-                views.v_LKSH.append(both[:, heads:])
-            self._views, self._views_for = views, (self.count, reach)
-        return self._views
+        if self._masked is None or self._masked_for != (self.count, reach):
+            self._masked = self._views_of(reach, self._mask_LS[: self.count, None, None, :reach])
+            self._masked_for = (self.count, reach)
+        return self._masked
+
+    def _views_of(self, reach: int, mask_L11S: torch.Tensor | None) -> LaneViews:
+        heads, size = self._pool.num_kv_heads, self._pool.head_dim
+        shape = (self.count, heads, reach, size)
+        token = 2 * heads * size
+        strides = (self.capacity * token, size, token, 1)
+        return LaneViews(
+            mask_L11S,
+            [layer.as_strided(shape, strides) for layer in self._layers],
+            [layer.as_strided(shape, strides, heads * size) for layer in self._layers],
+        )
 
     def _grow(self, lanes: int) -> None:
         pool = self._pool
@@ -132,9 +143,10 @@ class Arena:
                 self._layers[index] = grown
             else:
                 self._layers.append(grown)
+        self._cells = [layer.view(-1, *shape[2:]) for layer in self._layers]
         mask = torch.full((lanes, self.capacity), float("-inf"), dtype=pool.dtype, device=pool.device)
         mask[: self._lanes].copy_(self._mask_LS.view(self._lanes, -1) if self._lanes else mask[:0])
-        self._mask_LS, self._lanes, self._views = mask, lanes, None
+        self._mask_LS, self._lanes, self._masked = mask, lanes, None
 
 
 class Lanes:

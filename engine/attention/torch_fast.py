@@ -127,15 +127,17 @@ def _run_own(
     tile: OwnTile, q_TNH: torch.Tensor, kv_T2KH: torch.Tensor, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out_LNH and lse_LN of the tile's rows; the new token joins its lane first."""
+    q_LNH, kv_L2KH = q_TNH, kv_T2KH
+    lanes = tile.cells_L.shape[0]
     if tile.rows_L is None:
-        lanes = tile.cells_L.shape[0]
-        q_LNH, kv_L2KH = q_TNH[:lanes], kv_T2KH[:lanes]
+        if lanes < q_TNH.shape[0]:
+            q_LNH, kv_L2KH = q_TNH[:lanes], kv_T2KH[:lanes]
     else:
         q_LNH, kv_L2KH = q_TNH.index_select(0, tile.rows_L), kv_T2KH.index_select(0, tile.rows_L)
     tile.arena.cells(layer).index_copy_(0, tile.cells_L, kv_L2KH)
     views = tile.views
     k_LKSH = views.k_LKSH[layer]
-    lanes, kv_heads = k_LKSH.shape[:2]
+    kv_heads = k_LKSH.shape[1]
     heads, size = q_LNH.shape[1:]
     q_LKGH = q_LNH.view(lanes, kv_heads, heads // kv_heads, size)
     out_LKGH, lse_LKG = attend(q_LKGH, k_LKSH, views.v_LKSH[layer], views.mask_L11S)

@@ -42,6 +42,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return linear(x_TD, self.weight, self.bias)
 
+    __call__ = forward  # no hooks: a layer is called hundreds of times a token
+
 
 class RowParallelLinear(nn.Module):
     """A projection whose input is split over ranks; the partial sums are reduced once.
@@ -69,6 +71,8 @@ class RowParallelLinear(nn.Module):
         y_TD = self.parallel.all_reduce(linear(x_TO, self.weight, None))
         return y_TD if self.bias is None else y_TD + self.bias
 
+    __call__ = forward
+
 
 class Embedding(nn.Module):
     """Token embeddings, whole on every rank; also the head of a tied model."""
@@ -79,6 +83,8 @@ class Embedding(nn.Module):
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids_T)
+
+    __call__ = forward
 
     def project(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits in the weights' dtype."""

@@ -15,10 +15,17 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+        self.inverse_width = 1.0 / width
+        # Derived, not a weight: it lives beside the parameters on their device.
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, length, length, value=self.inverse_width).rsqrt_()
+        if wide is x:
+            return (x * scale).mul_(self.weight)
+        return wide.mul_(scale).to(x.dtype).mul_(self.weight)
+
+    __call__ = forward  # no hooks: a layer is called hundreds of times a token

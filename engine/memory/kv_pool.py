@@ -112,9 +112,9 @@ class KVPool:
 def pack(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
     """Keys and values as one kv_T2KH: a view where the values follow the keys in memory, as they
     do in the output of a fused projection, and a copy elsewhere."""
-    tokens, heads, size = k_TKH.shape
     strides = k_TKH.stride()
+    tokens, heads, size = k_TKH.shape
     follows = v_TKH.data_ptr() == k_TKH.data_ptr() + heads * size * k_TKH.itemsize
-    if follows and v_TKH.stride() == strides and strides[1:] == (size, 1) and strides[0] >= 2 * heads * size:
+    if follows and v_TKH.stride() == strides and strides[0] >= 2 * heads * size and strides[1:] == (size, 1):
         return k_TKH.as_strided((tokens, 2 * heads, size), strides)
     return torch.cat((k_TKH, v_TKH), dim=1)

@@ -22,8 +22,9 @@ class FleetConfig:
     `gpus_per_engine` "auto" is 1 where the engines run on GPUs. `delta_interval_ms` is how often
     running samples report tokens: a lost engine costs at most what it decoded since.
     An engine that fails to come up `max_failed_starts` times in a row is given up.
-    `stuck_s` is the silence of an engine's loop after which it is replaced, `replacement_s` how
-    long a group waits when no engine can take it. `spool_dir` holds the last committed update for
+    An engine is replaced that three times in a row does not answer within `health_timeout_s`, or
+    whose loop has stood still for `stuck_s`. `replacement_s` is how long a group waits when no
+    engine can take it. `spool_dir` holds the last committed update for
     engines that are replaced (None: a temporary folder).
     """
 
@@ -35,6 +36,7 @@ class FleetConfig:
     start_timeout_s: float = 600.0
     max_failed_starts: int = 3
     health_interval_s: float = 1.0
+    health_timeout_s: float = 10.0
     stuck_s: float = 120.0
     replacement_s: float = 120.0
     spool_dir: Path | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.errors import Corrupt, DeadlineExceeded, SparkrollError
+from engine.errors import Corrupt, DeadlineExceeded, Draining, SparkrollError
 from engine.types import PauseMode, UpdateBegin
 from rollout.actors.launch import Launcher, ensure_ray
 from rollout.actors.remote import ActorService, SharedPut
@@ -33,7 +33,7 @@ from rollout.routing.replica import Membership, Replica
 
 logger = logging.getLogger(__name__)
 
-_HEALTH_TIMEOUT_S = 10.0
+_PAUSE_TIMEOUT_S = 10.0
 _MISSED_HEALTH = 3
 _STOP_TIMEOUT_S = 5.0
 _BACKOFF_S = 0.5
@@ -81,7 +81,7 @@ class Fleet:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.stop()
+        await _to_the_end(self.stop())
 
     async def start(self) -> None:
         """Return when every engine serves; raise what kept the first one from it."""
@@ -92,15 +92,20 @@ class Fleet:
             self._owns_ray = await asyncio.to_thread(ensure_ray, self.config.fleet.ray_address)
             self._launcher = await asyncio.to_thread(Launcher, self.config, folder)
             self._say(f"loading {folder.name} in {len(self._places)} engine(s)")
-            await asyncio.gather(*(self._bring_up(place) for place in self._places))
+            ends = await asyncio.gather(*(self._bring_up(place) for place in self._places), return_exceptions=True)
+            for end in ends:
+                if isinstance(end, BaseException):
+                    raise end
         except BaseException:
-            await self.stop()
+            await _to_the_end(self.stop())
             raise
         loop = asyncio.get_running_loop()
         self._tasks += [loop.create_task(self._keep(place)) for place in self._places]
         self._tasks += [loop.create_task(self._watch())]
 
     async def stop(self) -> None:
+        """End every engine; groups that still run end with `Draining`."""
+        self.membership.close(Draining("the fleet is shutting down"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -151,6 +156,8 @@ class Fleet:
                     place.given_up = typed
                     await self._let_go(place, gently=False)
                     logger.error("engine %d is given up", place.index)
+                    if all(other.given_up for other in self._places):
+                        self.membership.close(typed)
                     return
                 place.out = asyncio.get_running_loop().create_future()
                 place.out.set_result(typed)
@@ -200,7 +207,7 @@ class Fleet:
                 if wanted is None:
                     await replica.service.resume(None)
                 else:
-                    await replica.service.pause(wanted, _HEALTH_TIMEOUT_S)
+                    await replica.service.pause(wanted, _PAUSE_TIMEOUT_S)
                 paused = wanted
             else:
                 self.membership.admit(replica)
@@ -211,9 +218,7 @@ class Fleet:
         txn = f"replay-{replica.name}-{target}"
         with self._recipe.reading() as committed:
             manifest = await asyncio.to_thread(committed.manifest)
-            begin = UpdateBegin(
-                txn=txn, base_version=replica.policy_version, new_version=target, manifest=manifest
-            )
+            begin = UpdateBegin(txn=txn, base_version=replica.policy_version, new_version=target, manifest=manifest)
             await replica.service.update_begin(begin)
             buckets = committed.buckets()
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
@@ -267,7 +272,7 @@ class Fleet:
 
     async def _look(self, replica: Replica, missed: dict[str, int]) -> None:
         try:
-            health = await asyncio.wait_for(replica.service.health(), _HEALTH_TIMEOUT_S)
+            health = await asyncio.wait_for(replica.service.health(), self.config.fleet.health_timeout_s)
         except TimeoutError:
             missed[replica.name] = missed.get(replica.name, 0) + 1
             if missed[replica.name] >= _MISSED_HEALTH:
@@ -285,3 +290,18 @@ class Fleet:
 def _reason(error: Exception) -> str:
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Finish `work` even if the caller is cancelled meanwhile (Ctrl-C, again): half a shutdown
+    leaves processes behind. The cancellation is raised afterwards."""
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,8 +1,9 @@
 """Many engines behind the interface of one.
 
-Owns where groups run, going on elsewhere when an engine is lost, and fanning control calls out.
-Ignores processes (`rollout.fleet`). A router consumes every group as a stream, also for callers
-that want one reply, because the deltas it has received are what a continuation starts from.
+Owns where groups run, and going on elsewhere when an engine is lost. Ignores processes
+(`rollout.fleet`); control calls are fanned out by `rollout.routing.control`. A router consumes
+every group as a stream, also for callers that want one reply, because the deltas it has received
+are what a continuation starts from.
 """
 
 from __future__ import annotations
@@ -21,36 +22,28 @@ from engine.types import (
     AbortOutcome,
     FinishReason,
     GroupRequest,
-    NamedTensor,
-    PauseMode,
-    PauseReport,
     ScoreOutput,
     ScoreRequest,
-    UpdateBegin,
-    UpdateProgress,
-    UpdateReport,
 )
 from engine.validation import MAX_SAMPLES
-from rollout.metrics import RouterCounters, merge_exposition
+from rollout.metrics import merge_exposition
 from rollout.protocol import (
     Event,
     GenerateCall,
     GroupEnd,
     Health,
     HealthState,
-    MemoryReport,
     Origin,
     SampleEnd,
-    VersionReport,
 )
 from rollout.routing.affinity import Affinity, affinity_key
+from rollout.routing.control import FleetControl
 from rollout.routing.errors import EngineLost
 from rollout.routing.fanout import everyone, outcomes
 from rollout.routing.progress import GroupProgress
 from rollout.routing.recipe import PolicyRecipe
 from rollout.routing.replica import Membership, Replica
 from rollout.routing.sessions import SessionTable
-from rollout.routing.transaction import FleetUpdates
 
 _RANK = {"aborted": 2, "finished": 1, "unknown": 0}
 _PARKED_POLL_S = 1.0
@@ -65,7 +58,7 @@ class _Live:
     engine: Replica | None = None
 
 
-class Router:
+class Router(FleetControl):
     """Implements `RolloutService`. `replacement_s` bounds how long a group waits for an engine
     when none is routable; `max_moves` how many engines one group may outlive."""
 
@@ -78,14 +71,12 @@ class Router:
         replacement_s: float = 120.0,
         max_moves: int = 5,
     ) -> None:
-        self._membership = membership
-        self._updates = FleetUpdates(membership, recipe, update_root)
+        super().__init__(membership, recipe, update_root)
         self._affinity = Affinity()
         self._sessions = SessionTable()
         self._groups: dict[str, _Live] = {}
         self._replacement_s = replacement_s
         self._max_moves = max_moves
-        self.counters = RouterCounters()
 
     async def origin(self) -> Origin:
         replicas = self._membership.routable()
@@ -146,6 +137,8 @@ class Router:
             now = loop.time()
             if deadline is not None and now >= deadline:
                 raise DeadlineExceeded("the deadline passed before an engine was free to run the group")
+            if self._membership.closed is not None:
+                raise self._membership.closed
             if self._membership.paused is None:
                 candidates = self._membership.routable()
                 if candidates:
@@ -237,85 +230,6 @@ class Router:
                         best[item.group_id] = item.outcome
         return [AbortOutcome(group_id=group_id, outcome=outcome) for group_id, outcome in best.items()]  # type: ignore[arg-type]
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> PauseReport:
-        previous, self._membership.paused = self._membership.paused, mode
-        try:
-            reports = await everyone(
-                self._membership, self._membership.routable(), lambda service: service.pause(mode, timeout_s)
-            )
-        except BaseException:
-            if previous is None:
-                await self._reopen(None)
-            raise
-        return PauseReport(
-            in_flight=sum(report.in_flight for report in reports.values()),
-            retracted=sum(report.retracted for report in reports.values()),
-            aborted=sum(report.aborted for report in reports.values()),
-        )
-
-    async def resume(self, expected_policy_version: int | None) -> None:
-        current = self._membership.policy_version
-        if expected_policy_version is not None and expected_policy_version != current:
-            raise Conflict(field="expected_policy_version", expected=current, actual=expected_policy_version)
-        if self._updates.pending is not None:
-            raise Conflict(field="update", expected="no open update", actual=self._updates.pending)
-        for result in (await self._reopen(expected_policy_version)).values():
-            if isinstance(result, SparkrollError):
-                raise result
-
-    async def _reopen(self, expected_policy_version: int | None) -> dict[Replica, SparkrollError | None]:
-        """Resume every engine, then open the gate; an engine that will not resume is fenced, so
-        that nobody waits on it."""
-        replicas = self._membership.routable()
-        try:
-            results = await outcomes(
-                self._membership, replicas, lambda service: service.resume(expected_policy_version)
-            )
-        except EngineLost:
-            results = {}
-        for replica, result in results.items():
-            if isinstance(result, Corrupt):
-                self._membership.take_out(replica, result, fence=True)
-        self._membership.paused = None
-        self._membership.notify()
-        return results
-
-    async def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
-        try:
-            return await self._updates.begin(begin)
-        finally:
-            self.counters.updates_refused = self._updates.refused
-
-    async def update_disk(self, txn: str, uri: str) -> UpdateProgress:
-        return await self._updates.stage_disk(txn, uri)
-
-    async def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
-        return await self._updates.stage_tensors(txn, tensors)
-
-    async def update_commit(self, txn: str) -> UpdateReport:
-        return await self._updates.commit(txn)
-
-    async def update_rollback(self, txn: str) -> None:
-        await self._updates.rollback(txn)
-
-    async def version(self) -> VersionReport:
-        reports = await everyone(self._membership, self._membership.routable(), lambda service: service.version())
-        first = next(iter(reports.values()))
-        engines = {replica.engine_id: report.policy_version for replica, report in reports.items()}
-        return msgspec.structs.replace(first, policy_version=self._membership.policy_version, engines=engines)
-
-    async def flush(self, scope: str) -> int:
-        freed = await everyone(self._membership, self._membership.routable(), lambda service: service.flush(scope))
-        return sum(freed.values())
-
-    async def release_memory(self, tags: list[str]) -> MemoryReport:
-        replicas = self._membership.routable()
-        return _sum_memory(await everyone(self._membership, replicas, lambda service: service.release_memory(tags)))
-
-    async def resume_memory(self, tags: list[str]) -> MemoryReport:
-        replicas = self._membership.routable()
-        return _sum_memory(await everyone(self._membership, replicas, lambda service: service.resume_memory(tags)))
-
     async def session_open(self, session_id: str, ttl_s: float) -> None:
         self._sessions.open(session_id, ttl_s)
 
@@ -333,7 +247,7 @@ class Router:
             return Health(state="starting", last_step_age_ms=0.0, policy_version=version, pending_update=pending)
         healthy = [answer for answer in answers.values() if isinstance(answer, Health)]
         states: set[HealthState] = {answer.state for answer in healthy}
-        state: HealthState = "ready" if "ready" in states else next(iter(states), "fenced")
+        state: HealthState = "ready" if "ready" in states else min(states) if states else "fenced"
         return Health(
             state=state if self._membership.paused is None else "paused",
             last_step_age_ms=max((answer.last_step_age_ms for answer in healthy), default=0.0),
@@ -381,14 +295,3 @@ def _with_seeds(request: GroupRequest):
     if not 0 <= seed <= U64_MAX:
         raise InvalidRequest(field="sampling.seed", expected="a uint64", actual=seed)
     return msgspec.structs.replace(sampling, seed=None, seeds=[derive_seed(seed, i) for i in range(request.n)])
-
-
-def _sum_memory(reports: dict[Replica, MemoryReport]) -> MemoryReport:
-    def total(pick: str) -> dict[str, int]:
-        sums: dict[str, int] = {}
-        for report in reports.values():
-            for tag, size in getattr(report, pick).items():
-                sums[tag] = sums.get(tag, 0) + size
-        return sums
-
-    return MemoryReport(before=total("before"), after=total("after"))

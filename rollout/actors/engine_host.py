@@ -251,7 +251,10 @@ class EngineHost:
     def _observe(self, engine: Engine) -> None:
         gauges = engine.gauges()
         self._snapshot = _Snapshot(
-            engine.state, engine.policy.version, engine.policy.pending, gauges.running + gauges.prefilling,
+            engine.state,
+            engine.policy.version,
+            engine.policy.pending,
+            gauges.running + gauges.prefilling,
             gauges.waiting,
         )
 

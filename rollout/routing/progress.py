@@ -128,9 +128,7 @@ class GroupProgress:
         ]
         return msgspec.structs.replace(last, **joined, extra_logprobs=extra, spans=join_spans(spans))
 
-    def close(
-        self, finish: FinishReason, origin: Origin, definition: LogprobDefinition
-    ) -> list[Event]:
+    def close(self, finish: FinishReason, origin: Origin, definition: LogprobDefinition) -> list[Event]:
         """End everything left without an engine, keeping all acknowledged tokens."""
         events: list[Event] = []
         for index in self.unfinished:
@@ -150,9 +148,7 @@ class GroupProgress:
         return [*events, GroupEnd(group=group, origin=origin)]
 
 
-def _nothing(
-    index: int, request: GroupRequest, definition: LogprobDefinition, finish: FinishReason
-) -> SampleOutput:
+def _nothing(index: int, request: GroupRequest, definition: LogprobDefinition, finish: FinishReason) -> SampleOutput:
     """A well-formed sample of no tokens."""
     want, floats = request.want, np.empty(0, np.float32)
     assert request.sampling.seeds is not None

@@ -50,6 +50,8 @@ class Membership:
     policy_version: int = 0
     digest: str = ""
     paused: PauseMode | None = None
+    closed: SparkrollError | None = None
+    """Why no engine will ever be routable again."""
     replicas: dict[str, Replica] = field(default_factory=dict)
     on_out: Callable[[Replica, SparkrollError], None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,6 +81,11 @@ class Membership:
             logger.warning("%s left routing: %s", replica.name, reason.message)
             if self.on_out is not None:
                 self.on_out(replica, reason)
+        self.notify()
+
+    def close(self, reason: SparkrollError) -> None:
+        """Nobody needs to wait for an engine any more."""
+        self.closed = reason
         self.notify()
 
     def notify(self) -> None:

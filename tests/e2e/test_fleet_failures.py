@@ -113,9 +113,7 @@ def test_case_i1_names_are_distinct_and_fleets_do_not_meet(fleet3, loop_thread, 
             assert len({place["pid"] for place in places}) == 4 and fleet3.url != other.url
             alive = ray.util.list_named_actors(all_namespaces=True)
             assert len({(entry["namespace"], entry["name"]) for entry in alive}) == len(alive) == 4
-            first, second = [
-                await run_group(one.fleet.router, call("x", max_new=4)) for one in (fleet3, other)
-            ]
+            first, second = [await run_group(one.fleet.router, call("x", max_new=4)) for one in (fleet3, other)]
             same(first, second)
         finally:
             await other.stop()
@@ -219,5 +217,29 @@ def test_case_i1_two_and_four_engines_at_the_same_time(ray_session, loop_thread,
             same(*[await run_group(one.fleet.router, call("x", max_new=4)) for one in (two, four)])
         finally:
             await asyncio.gather(two.stop(), four.stop())
+
+    loop_thread.run(run(), 300)
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_replaced_and_its_groups_go_on(ray_session, loop_thread, t_full) -> None:
+    async def run() -> None:
+        served = await ServedFleet(loop_thread, serve_config(t_full, 2, health_timeout_s=0.5)).start()
+        try:
+            router = served.fleet.router
+            calls = [call(f"g{i}", n=4, start=20 + i, max_new=100) for i in range(4)]
+            undisturbed = await asyncio.gather(*(run_group(router, one) for one in calls))
+            received = [0]
+            tasks = [asyncio.create_task(run_group(router, one, received)) for one in calls]
+            while received[0] < 200:
+                await asyncio.sleep(0.002)
+            busiest = max(served.fleet.membership.routable(), key=lambda replica: replica.load)
+            place = next(item for item in served.fleet.describe() if item["engine_id"] == busiest.engine_id)
+            os.kill(place["pid"], signal.SIGSTOP)
+            for samples, expected in zip(await asyncio.gather(*tasks), undisturbed, strict=True):
+                same(samples, expected)
+            await served.whole()
+        finally:
+            await served.stop()
 
     loop_thread.run(run(), 300)

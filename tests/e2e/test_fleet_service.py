@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import resource
 import time
 
 import numpy as np
@@ -107,29 +106,32 @@ def test_case_i3_control_calls_answer_within_a_second_under_load(fleet3) -> None
     fleet3.run(run())
 
 
-def test_case_i3_many_short_calls_leave_no_files_open(fleet3) -> None:
-    async def run() -> None:
-        router = fleet3.fleet.router
-        async with AsyncClient(fleet3.url, max_connections=20) as client:
+async def many_short_calls(fleet3, batches: int) -> None:
+    pids = [place["pid"] for place in fleet3.fleet.describe()]
 
-            async def batch(size: int) -> None:
-                await asyncio.gather(
-                    *(client.generate(prompt(4), sampling=sampling(max_new=1)) for _ in range(size))
-                )
+    def open_files() -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *pids)]
 
-            await batch(20)
-            before = len(os.listdir("/proc/self/fd"))
-            for _ in range(10):
-                await batch(20)
-            assert len(os.listdir("/proc/self/fd")) <= before + 25
-        assert router._groups == {}
+    async with AsyncClient(fleet3.url, max_connections=20) as client:
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    try:
-        fleet3.run(run())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async def batch() -> None:
+            await asyncio.gather(*(client.generate(prompt(4), sampling=sampling(max_new=1)) for _ in range(20)))
+
+        await batch()
+        before = open_files()
+        for _ in range(batches):
+            await batch()
+        assert all(now <= then + 10 for now, then in zip(open_files(), before, strict=True)), (before, open_files())
+    assert fleet3.fleet.router._groups == {}
+
+
+def test_case_i3_short_calls_leave_no_files_open(fleet3) -> None:
+    fleet3.run(many_short_calls(fleet3, 8))
+
+
+@pytest.mark.slow
+def test_case_i3_two_thousand_calls_leave_no_files_open(fleet3) -> None:
+    fleet3.run(many_short_calls(fleet3, 100), 300)
 
 
 async def pause_update_resume(fleet3, folders, rounds: int, fired: float) -> None:

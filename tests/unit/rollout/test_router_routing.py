@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from engine.errors import Conflict, InvalidRequest, NotFound
+from engine.errors import Conflict, Draining, InvalidRequest, NotFound
 from engine.sampling.seeds import derive_seed
 from engine.types import AdapterRef, GroupRequest, SampleResume, SamplingParams, ScoreRequest
 from rollout.metrics import merge_exposition
-from rollout.protocol import GenerateCall, SampleEnd
+from rollout.protocol import GenerateCall, MemoryReport, SampleEnd
 from rollout.routing.affinity import MARGIN, SLACK, Affinity, affinity_key
 from rollout.routing.replica import Replica
 from tests.unit.rollout.counting_service import CountingService
@@ -196,6 +196,41 @@ def test_control_calls_reach_everyone_and_add_up() -> None:
         assert (await router.health()).state == "ready" and not any(service.paused for service in services)
         services[1].kill()
         assert await router.flush("all") == 20, "a lost engine is left out"
+
+    asyncio.run(run())
+
+
+def test_memory_is_released_by_all_or_by_none() -> None:
+    async def run() -> None:
+        services, router, _ = make_fleet(3)
+        resumed = []
+
+        async def refuse(tags):
+            raise Conflict("samples are running")
+
+        for service in services:
+            service.resume_memory = lambda tags, name=service.name: _note(resumed, name)
+        services[1].release_memory = refuse
+        with pytest.raises(Conflict, match="running"):
+            await router.release_memory(["kv"])
+        assert sorted(resumed) == ["e0", "e2"]
+
+    async def _note(resumed, name):
+        resumed.append(name)
+        return MemoryReport(before={}, after={})
+
+    asyncio.run(run())
+
+
+def test_a_closed_fleet_ends_parked_groups_at_once() -> None:
+    async def run() -> None:
+        services, router, membership = make_fleet(1)
+        services[0].kill()
+        task = asyncio.create_task(drain(router, call()))
+        await asyncio.sleep(0.02)
+        membership.close(Draining("the fleet is shutting down"))
+        with pytest.raises(Draining):
+            await asyncio.wait_for(task, 1)
 
     asyncio.run(run())
 

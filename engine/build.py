@@ -99,7 +99,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if dtype not in DTYPES:
         raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
     _positive("cache.page_size", config.cache.page_size)
-    for name in ("max_running", "max_waiting", "prefill_tokens"):
+    loop = ("serial" if device == "cpu" else "overlapped") if config.loop == "auto" else config.loop
+    if loop not in ("serial", "overlapped"):
+        raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)
+    for name in ("max_running", "max_waiting", "prefill_tokens", "burst"):
         _positive(f"scheduler.{name}", getattr(config.scheduler, name))
     if config.scheduler.lookahead < 0:
         raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=config.scheduler.lookahead)
@@ -108,7 +111,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
             field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
         )
     attention = resolve_attention(config.attention, spec, device)
-    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention)
+    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop)
 
 
 def kv_tokens(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:

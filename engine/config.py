@@ -36,23 +36,27 @@ class CacheConfig:
 class SchedulerConfig:
     """`max_running` bounds the samples decoded together, `max_waiting` the samples queued
     before new groups are refused as overloaded, `prefill_tokens` the prompt tokens computed in
-    one step beside decoding, `lookahead` the tokens reserved ahead of every running sample."""
+    one step beside decoding, `lookahead` the tokens reserved ahead of every running sample,
+    `burst` the decode steps that the overlapped loop launches at once."""
 
     max_running: int = 64
     max_waiting: int = 8192
     prefill_tokens: int = 512
     lookahead: int = 16
+    burst: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`dtype` "auto" is the checkpoint's own on a GPU, and bfloat16 weights stay bfloat16 on the
-    CPU. `deterministic` makes a row's bits independent of its batch. `num_threads` None leaves
-    torch as it is."""
+    CPU. `loop` is "serial" (every step visible at once: CPUs, debugging) or "overlapped" (the
+    device runs ahead of the host). `deterministic` makes a row's bits independent of its batch.
+    `num_threads` None leaves torch as it is."""
 
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    loop: str = "auto"
     deterministic: bool = False
     num_threads: int | None = None
     cache: CacheConfig = CacheConfig()

@@ -16,15 +16,18 @@ from engine.cache.key import Namespace
 from engine.config import EngineConfig
 from engine.errors import Conflict, Corrupt, InvalidRequest, Overloaded, Paused, SparkrollError
 from engine.memory.allocator import PageState
+from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
 from engine.policy import PolicyState
 from engine.request import Group, GroupSink, Sample, SampleState, StopWatcher
+from engine.runner.stepper import EagerStepper
 from engine.sampling.params import RowSampling
 from engine.sampling.seeds import derive_seed, fresh_seed
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.jobs import ScoreJob
 from engine.scheduler.loop import SerialLoop
+from engine.scheduler.overlapped import OverlappedLoop
 from engine.scheduler.prefill import ScoreTask
 from engine.scheduler.scheduler import Scheduler
 from engine.types import (
@@ -75,7 +78,13 @@ class Engine:
         self._scheduler = Scheduler(parts.config.scheduler, parts.pages, parts.counters, self._namespace)
         self._committer = Committer(self._scheduler, self._groups, parts.counters, lambda: self.policy.version)
         builder = BatchBuilder(parts.pages.table, parts.pages.page_size, parts.device)
-        self._loop = SerialLoop(self._scheduler, builder, parts.runner, parts.sampler, self._committer, parts.counters)
+        serial = SerialLoop(self._scheduler, builder, parts.runner, parts.sampler, self._committer, parts.counters)
+        self._loop: SerialLoop | OverlappedLoop = serial
+        if parts.config.loop == "overlapped":
+            burst = parts.config.scheduler.burst
+            table = DeviceTable(parts.pages.table.num_slots, 2 * burst, parts.device)
+            stepper = EagerStepper(table, builder, parts.runner, parts.sampler)
+            self._loop = OverlappedLoop(self._scheduler, serial, table, stepper, self._committer, parts.counters, burst)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -123,7 +132,7 @@ class Engine:
             return False
         if self._pause_mode == "drain":
             return not self.quiescent
-        return self._pause_mode is None and not self._scheduler.idle
+        return self._pause_mode is None and (self._loop.in_flight or not self._scheduler.idle)
 
     def flush_deltas(self) -> None:
         """Send the tokens since the last flush to the sinks that want them."""
@@ -135,6 +144,7 @@ class Engine:
 
     def abort(self, group_ids: list[str] | None = None) -> list[AbortOutcome]:
         """End groups now, by exact id (None: all); their samples keep what they have."""
+        self._loop.settle()
         outcomes = []
         for group_id in list(self._groups) if group_ids is None else group_ids:
             group = self._groups.get(group_id)
@@ -180,6 +190,7 @@ class Engine:
             raise InvalidRequest(field="mode", expected=f"one of {PAUSE_MODES}", actual=mode)
         if mode == self._pause_mode:
             return
+        self._loop.settle()
         self._pause_mode = mode
         scheduler = self._scheduler
         scheduler.draining = mode == "drain"
@@ -200,7 +211,7 @@ class Engine:
         """Paused, and nothing that the mode lets run is left."""
         if self._pause_mode is None:
             return False
-        return self._pause_mode != "drain" or not self._scheduler.has_begun_work
+        return self._pause_mode != "drain" or not (self._loop.in_flight or self._scheduler.has_begun_work)
 
     @property
     def pause_report(self) -> PauseReport:
@@ -247,6 +258,7 @@ class Engine:
         began = time.perf_counter()
         try:
             begin, prepared = self.policy.prepare(txn)
+            self._loop.settle()
             keep = begin.kv_policy == "keep" or self._pause_mode == "in_place"
             retracted = self._leave_version(keep)
             self.policy.commit(txn)
@@ -298,6 +310,7 @@ class Engine:
         Released weights are kept in host memory with `offload`; with `discard` they are gone,
         and after `resume_memory` the engine serves nothing until a full update is committed.
         """
+        self._loop.settle()
         if not self._scheduler.idle:
             raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
         if self.policy.pending is not None:
@@ -336,6 +349,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that every page, pin and slot is accounted for. Cheap enough when idle."""
+        self._loop.settle()
         pages = self._parts.pages
         pages.allocator.check()
         pages.cache.check()

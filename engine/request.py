@@ -121,15 +121,15 @@ class Sample:
         """int32 [length]: prompt then new tokens."""
         return np.concatenate([self.group.prompt, np.asarray(self.ids, dtype=np.int32)])
 
-    def label(self, policy_version: int) -> None:
-        """Record that the newest token was sampled by `policy_version`."""
+    def label(self, policy_version: int, count: int = 1) -> None:
+        """Record that the newest `count` tokens were sampled by `policy_version`."""
         end = len(self.ids)
         last = self.spans[-1] if self.spans else None
         if last and last.policy_version == policy_version and last.mixed_kv == self.mixed_kv:
             start = last.start
             self.spans.pop()
         else:
-            start = end - 1
+            start = end - count
         self.spans.append(Span(start=start, end=end, policy_version=policy_version, mixed_kv=self.mixed_kv))
 
     def truncate(self, length: int) -> None:

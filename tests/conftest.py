@@ -9,6 +9,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 import torch
 
+from tests import support
 from tests.support import save_tiny
 
 torch.set_num_threads(1)
@@ -34,3 +35,10 @@ def t_tied(tmp_path_factory):
 @pytest.fixture(scope="session")
 def t_qwen3(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("t-qwen3"), seed=3, kind="qwen3")
+
+
+@pytest.fixture(params=["serial", "overlapped"])
+def both_loops(request, monkeypatch):
+    """Run a test under each loop: engines that `make_engine` builds use it."""
+    plain = support.engine_config
+    monkeypatch.setattr(support, "engine_config", lambda **fields: plain(**({"loop": request.param} | fields)))

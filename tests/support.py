@@ -80,6 +80,10 @@ def reference_greedy(folder: Path, ids, num: int) -> list[int]:
     return sequence[len(ids) :]
 
 
+def engine_config(**fields) -> EngineConfig:
+    return EngineConfig(**({"device": "cpu", "dtype": "float32"} | fields))
+
+
 def make_engine(
     folder: Path,
     *,
@@ -88,15 +92,20 @@ def make_engine(
     max_running: int = 16,
     prefill_tokens: int = 64,
     lookahead: int = 4,
+    burst: int = 2,
     max_waiting: int = 512,
     prefix_cache: bool = True,
     **engine,
 ) -> Engine:
-    config = EngineConfig(
-        **({"device": "cpu", "dtype": "float32"} | engine),
+    config = engine_config(
+        **engine,
         cache=CacheConfig(page_size=page_size, kv_tokens=kv_tokens, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
-            max_running=max_running, prefill_tokens=prefill_tokens, lookahead=lookahead, max_waiting=max_waiting
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            lookahead=lookahead,
+            burst=burst,
+            max_waiting=max_waiting,
         ),
     )
     return Engine.from_pretrained(folder, config)

@@ -52,6 +52,17 @@ class BatchBuilder:
                 logit_rows.append(end - 1)
         return self._assemble(slots, starts, counts, keys, np.concatenate(tokens), logit_rows, len(decode))
 
+    def build_decode(self, samples: list[Sample], tokens: list[int], computed: list[int]) -> ForwardBatch:
+        """Decode rows whose next tokens and positions the device knows better than the samples."""
+        slots, keys = [], []
+        for sample in samples:
+            assert sample.sequence is not None
+            slots.append(sample.sequence.slot)
+            keys.append(sample.sequence.key)
+        rows = len(samples)
+        tokens_T = np.asarray(tokens, dtype=np.int64)
+        return self._assemble(slots, computed, [1] * rows, keys, tokens_T, list(range(rows)), rows)
+
     def _assemble(
         self,
         slots: list[int],

@@ -37,7 +37,7 @@ class Committer:
         policy_version = self._policy_version()
         for row, sample in enumerate(samples):
             if columns.bad[row]:
-                self.fail(sample, "CORRUPT", "the model's logits are not finite numbers")
+                self.fail_bad_logits(sample)
                 continue
             token = columns.ids[row]
             sample.ids.append(token)
@@ -46,6 +46,27 @@ class Committer:
             sample.row.observe(token)
             self._counters.generated_tokens += 1
             self._check_end(sample, token)
+
+    def commit_run(self, sample: Sample, ids: list[int], logprobs: list[float]) -> None:
+        """Several tokens that the device drew for one sample. Only the last can be a stop id or
+        reach the length; a watcher may end the sample before, and the rest never existed."""
+        if sample.watcher is not None:
+            for token, logprob in zip(ids, logprobs, strict=True):
+                self._append_run(sample, [token], [logprob])
+                if sample.finish is not None:
+                    return
+        else:
+            self._append_run(sample, ids, logprobs)
+
+    def _append_run(self, sample: Sample, ids: list[int], logprobs: list[float]) -> None:
+        assert sample.sequence is not None
+        sample.ids += ids
+        sample.columns.logprobs += logprobs
+        sample.label(self._policy_version(), len(ids))
+        # The newest token has been drawn but not fed: its state does not exist for anybody.
+        sample.sequence.computed = sample.length - 1
+        self._counters.generated_tokens += len(ids)
+        self._check_end(sample, ids[-1])
 
     def _check_end(self, sample: Sample, token: int) -> None:
         params = sample.group.request.sampling
@@ -63,6 +84,9 @@ class Committer:
                 return
         if len(sample.ids) >= params.max_new:
             self.finish(sample, "length")
+
+    def fail_bad_logits(self, sample: Sample) -> None:
+        self.fail(sample, "CORRUPT", "the model's logits are not finite numbers")
 
     def fail(self, sample: Sample, code: str, message: str) -> None:
         sample.error = ErrorInfo(code=code, message=message)

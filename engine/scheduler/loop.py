@@ -40,28 +40,44 @@ class SerialLoop:
         self._committer = committer
         self._counters = counters
 
+    in_flight = False
+    """Nothing is ever left uncommitted between steps."""
+
     def step(self) -> bool:
         """Advance every running sample by a token and some prefills by a chunk. False if there
         was nothing to do."""
+        return self._run(decode=True)
+
+    def prefill(self) -> bool:
+        """The part of a step that is not decoding: chunks of prefills and first tokens."""
+        return self._run(decode=False)
+
+    def settle(self) -> bool:
+        """Make the host's view whole, which here it always is."""
+        return False
+
+    def _run(self, decode: bool) -> bool:
         began = time.perf_counter()
         scheduler = self._scheduler
         started = scheduler.start_ready()
         scheduler.admit()
-        scheduler.grow()
-        # `grow` may have sent somebody just started back to the queue.
-        started = [pair for pair in started if pair[0].sequence is not None]
-        fresh = {id(sample) for sample, _ in started}
-        decode = [sample for sample in scheduler.running if id(sample) not in fresh]
+        rows: list[Sample] = []
+        if decode:
+            scheduler.grow()
+            # `grow` may have sent somebody just started back to the queue.
+            started = [pair for pair in started if pair[0].sequence is not None]
+            fresh = {id(sample) for sample, _ in started}
+            rows = [sample for sample in scheduler.running if id(sample) not in fresh]
         chunks = scheduler.chunks()
-        if not (decode or chunks or started):
+        if not (rows or chunks or started):
             return False
-        logits_RV = self._forward(decode, chunks) if decode or chunks else None
+        logits_RV = self._forward(rows, chunks) if rows or chunks else None
         for prefill, _ in chunks:
             if prefill.done:
                 started += self._complete(prefill)
-        self._sample(decode, started, logits_RV)
+        self._sample(rows, started, logits_RV)
         self._counters.steps += 1
-        self._counters.decode_rows += len(decode)
+        self._counters.decode_rows += len(rows)
         self._counters.step_seconds += time.perf_counter() - began
         return True
 

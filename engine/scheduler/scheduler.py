@@ -127,6 +127,27 @@ class Scheduler:
             if sample.state is SampleState.RUNNING:
                 self._make_room(sample)
 
+    def reserve_ahead(self, samples: list[Sample], steps: list[int]) -> bool:
+        """Room for each sample's next `steps` tokens, never beyond its end. False if there is
+        not enough; what was reserved stays with its samples."""
+        for sample, count in zip(samples, steps, strict=True):
+            assert sample.sequence is not None
+            end = len(sample.group.prompt) + sample.row.params.max_new
+            if not self.pages.reserve(sample.sequence, min(sample.length + count, end)):
+                return False
+        return True
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether prefilling or starting samples may be possible now."""
+        if self.scoring or any(not p.done for p in self.prefills):
+            return True
+        if len(self.running) >= self.config.max_running:
+            return False
+        if self.draining:
+            return bool(self.prefills) or any(_begun(sample.group) for sample in self.waiting)
+        return bool(self.prefills or self.waiting)
+
     def chunks(self) -> list[tuple[Prefill, int]]:
         """Prefills to work on in this step and how many tokens of each."""
         budget = self.config.prefill_tokens

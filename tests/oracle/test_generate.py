@@ -19,6 +19,8 @@ from tests.support import (
 
 MARGIN = 10 * TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("both_loops")
+
 
 def assert_greedy(folder, ids, sample, num):
     """Exact where the reference's own choice is not a near tie."""

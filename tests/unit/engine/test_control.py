@@ -18,6 +18,8 @@ from tests.support import (
 )
 from tests.unit.engine.test_updates import Sink, finish, start
 
+pytestmark = pytest.mark.usefixtures("both_loops")
+
 
 def test_case_g3_abort_returns_what_there_is(t_full):
     engine = make_engine(t_full, kv_tokens=64)
@@ -118,6 +120,7 @@ def test_case_m3_release_is_refused_while_busy(t_full):
         engine.add_group(ask("g", prompt(40), max_new=4), sink)
         for _ in range(steps):
             engine.step()
+        engine.check()
         if sink.group is None:
             with pytest.raises(Conflict):
                 engine.release_memory(["kv"])

@@ -8,6 +8,8 @@ from tests.support import ask, assert_whole, chain, make_engine, prompt, save_ch
 
 EOS, EOS2 = 257, 259
 
+pytestmark = pytest.mark.usefixtures("both_loops")
+
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory):

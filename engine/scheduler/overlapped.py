@@ -1,0 +1,179 @@
+"""Bursts of decode steps that the device runs on its own.
+
+Owns the overlapped order of work: launch a burst, then commit the one before it while the device
+is busy. Ignores how a burst runs (`engine.runner.stepper`) and what commits mean. Its results
+equal `SerialLoop`'s token for token.
+
+The host never waits for a token to launch the next one. Stops on ids, length and bad logits are
+the device's; a finished row is a no-op until its slot is handed out again. What the host alone
+can see, a stop string or an abort, ends a sample at commit: tokens that the device went on to
+compute are dropped before anybody sees them, and pages it still writes hold nothing that others
+can read, since everything later is ordered behind it in one stream.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from engine.memory.device_table import BAD, DEFINITIONS, DeviceTable, RowState
+from engine.metrics import EngineCounters
+from engine.request import Sample, SampleState
+from engine.runner.stepper import BurstResult, Stepper
+from engine.scheduler.commit import Committer
+from engine.scheduler.loop import SerialLoop
+from engine.scheduler.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Burst:
+    """Rows in flight and the keys their sequences had at launch."""
+
+    samples: list[Sample]
+    keys: list[int]
+    steps: int
+    result: BurstResult
+    committed: bool = False
+
+
+class OverlappedLoop:
+    """`burst` bounds the steps launched at once; the ring holds two bursts."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        serial: SerialLoop,
+        table: DeviceTable,
+        stepper: Stepper,
+        committer: Committer,
+        counters: EngineCounters,
+        burst: int,
+    ) -> None:
+        assert table.ring >= 2 * burst, f"a ring of {table.ring} cannot hold two bursts of {burst}"
+        self._scheduler = scheduler
+        self._serial = serial
+        self._table = table
+        self._stepper = stepper
+        self._committer = committer
+        self._counters = counters
+        self._burst = burst
+        self._flying: Burst | None = None
+        self._resident: dict[int, int] = {}
+        """Slot -> key of the sequence whose state the device holds."""
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flying is not None
+
+    def step(self) -> bool:
+        """Prefill what may be prefilled, launch one burst and commit the one before. False if
+        there was nothing to do."""
+        began = time.perf_counter()
+        scheduler = self._scheduler
+        worked = False
+        if scheduler.wants_prefill:
+            worked = self.settle()
+            worked = self._serial.prefill() or worked
+        if not all(can_run_on_device(sample) for sample in scheduler.running):
+            worked = self.settle() or worked
+            self._resident.clear()
+            return self._serial.step() or worked
+        previous = self._flying
+        # With prefill under way the host comes back soon, so that neither side waits long.
+        self._flying = self._launch(previous, 2 if scheduler.prefills else self._burst)
+        if previous is not None and previous is not self._flying and not previous.committed:
+            self._commit(previous)
+        worked = worked or previous is not None or self._flying is not None
+        if worked:
+            self._counters.step_seconds += time.perf_counter() - began
+        return worked
+
+    def settle(self) -> bool:
+        """Commit everything in flight, so that the host's view is whole. Whether there was any."""
+        burst, self._flying = self._flying, None
+        if burst is not None:
+            self._commit(burst)
+        return burst is not None
+
+    def _launch(self, previous: Burst | None, most: int) -> Burst | None:
+        scheduler = self._scheduler
+        flying = {} if previous is None else dict.fromkeys(previous.keys, previous.steps)
+        samples = [s for s in scheduler.running if s.remaining > flying.get(_key(s), 0)]
+        if not samples:
+            return None
+        ahead = [flying.get(_key(s), 0) for s in samples]
+        steps = min(most, max(s.remaining - a for s, a in zip(samples, ahead, strict=True)))
+        if not scheduler.reserve_ahead(samples, [a + steps for a in ahead]):
+            # Somebody must give way, which needs the host's view to be whole.
+            if previous is not None:
+                self._commit(previous)
+            scheduler.grow()
+            samples, steps = list(scheduler.running), 1
+            if not samples:
+                return None
+        joining = [s for s in samples if self._resident.get(_slot(s)) != _key(s)]
+        self._table.admit([row_state(s) for s in joining])
+        self._resident.update((_slot(s), _key(s)) for s in joining)
+        result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
+        self._counters.steps += steps
+        return Burst(samples, [_key(s) for s in samples], steps, result)
+
+    def _commit(self, burst: Burst) -> None:
+        burst.committed = True
+        columns = burst.result.wait()
+        for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
+            if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
+                continue
+            start, end = len(sample.ids), int(columns.new[row])
+            count = min(end - start, burst.steps)
+            if count > 0:
+                ids, logprobs = columns.tokens(row, start, start + count)
+                self._counters.decode_rows += count
+                self._committer.commit_run(sample, ids, logprobs)
+            if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
+                self._committer.fail_bad_logits(sample)
+
+
+def can_run_on_device(sample: Sample) -> bool:
+    """Whether the device's columns express everything this sample asks for."""
+    params, want = sample.row.params, sample.row.want
+    return not (
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or want.extra_logprobs
+        or want.top_logprobs
+        or want.entropy
+        or len(sample.row.stop_ids) > DeviceTable.MAX_STOPS
+    )
+
+
+def row_state(sample: Sample) -> RowState:
+    params, sequence = sample.row.params, sample.sequence
+    assert sequence is not None
+    return RowState(
+        slot=sequence.slot,
+        last_token=sample.ids[-1],
+        computed=sequence.computed,
+        new=len(sample.ids),
+        max_new=params.max_new,
+        min_new=params.min_new,
+        seed=sample.row.seed,
+        temperature=0.0 if sample.row.greedy else params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        definition=DEFINITIONS.index(sample.row.want.logprobs),
+        stop_ids=tuple(sorted(sample.row.stop_ids)),
+    )
+
+
+def _key(sample: Sample) -> int:
+    assert sample.sequence is not None
+    return sample.sequence.key
+
+
+def _slot(sample: Sample) -> int:
+    assert sample.sequence is not None
+    return sample.sequence.slot

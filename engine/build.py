@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,15 +51,19 @@ class Parts:
     """Cache key of the stored states' arrangement."""
 
 
-def build_parts(folder: Path, config: EngineConfig) -> Parts:
-    """Load the model and size the pools."""
-    spec = read_spec(folder)
+def load_parts(folder: Path, config: EngineConfig) -> Parts:
+    """The parts of an engine for a model folder."""
+    return build_parts(read_spec(folder), config, lambda model: load_weights(model, folder))
+
+
+def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDecoderLM], object]) -> Parts:
+    """Build the model, let `fill` give its parameters their values, and size the pools."""
     config = resolve(config, spec)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     model = build_model(spec, dtype, device)
-    load_weights(model, folder)
+    fill(model)
     page_size = config.cache.page_size
     num_pages = kv_tokens(config, spec, device, dtype) // page_size
     pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
@@ -74,7 +79,7 @@ def build_parts(folder: Path, config: EngineConfig) -> Parts:
         limits=EngineLimits(spec.vocab_size, spec.context_len, num_pages * page_size, config.scheduler.max_waiting),
         pages=PageManager(cache, allocator, table, pool, page_size),
         cache=cache,
-        runner=ModelRunner(model, pool, backend),
+        runner=ModelRunner(model, pool, backend, config.deterministic),
         sampler=Sampler(spec.vocab_size, device),
         memory=MemoryTags(model, pool, cache),
         counters=EngineCounters(),

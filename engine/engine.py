@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.build import Parts, build_parts
+from engine.build import Parts, load_parts
 from engine.cache.key import Namespace
 from engine.config import EngineConfig
 from engine.errors import Conflict, Corrupt, InvalidRequest, Overloaded, Paused, SparkrollError
@@ -89,7 +89,7 @@ class Engine:
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
         """Load a Hugging Face folder of a supported architecture (safetensors only)."""
-        return cls(build_parts(Path(folder), config or EngineConfig()))
+        return cls(load_parts(Path(folder), config or EngineConfig()))
 
     # --- generation ---------------------------------------------------------------------------
 

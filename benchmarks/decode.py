@@ -1,0 +1,91 @@
+"""Milliseconds per decode step, by batch, at 512 input and 128 output tokens.
+
+Owns the measurement that targets are stated for: random weights of a named shape, temperature 1,
+end ids ignored, prefix cache flushed between rows, prefill time subtracted. Ignores how the
+engine decodes.
+
+    python -m benchmarks.decode --shape qwen3-8b --batch 1,32,128,256 [--json FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import typer
+
+from benchmarks.report import Row, at_most, report
+from benchmarks.shapes import random_engine
+from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams, SchedulerConfig
+
+INPUT, OUTPUT = 512, 128
+
+TARGETS = {
+    "qwen3-8b": {1: 4.7, 32: 5.6, 128: 8.7, 256: 14.0},
+    "smollm2-135m": {1: 0.7, 32: 0.9, 256: 2.0},
+    "qwen3-0.6b": {1: 0.8, 32: 1.4, 256: 5.6},
+}
+
+
+def requests(batch: int, vocab_size: int, max_new: int, seed: int) -> list[GroupRequest]:
+    """Distinct prompts, so that nothing is shared."""
+    rng = np.random.default_rng(seed)
+    sampling = SamplingParams(temperature=1.0, max_new=max_new, ignore_eos=True, seed=seed)
+    return [
+        GroupRequest(
+            group_id=f"row-{row}",
+            prompt_ids=rng.integers(0, vocab_size, INPUT).astype(np.uint32),
+            sampling=sampling,
+        )
+        for row in range(batch)
+    ]
+
+
+def timed(engine: Engine, batch: int, max_new: int, seed: int) -> float:
+    """Seconds from the first request to the last reply, cold cache."""
+    engine.flush("all")
+    work = requests(batch, engine.limits.vocab_size, max_new, seed)
+    began = time.perf_counter()
+    engine.generate(work)
+    return time.perf_counter() - began
+
+
+def step_ms(engine: Engine, batch: int, repeats: int) -> tuple[float, float]:
+    """Median milliseconds per decode step, and of the prefill."""
+    timed(engine, batch, OUTPUT + 1, 0)
+    steps, prefills = [], []
+    for repeat in range(repeats):
+        prefill = timed(engine, batch, 1, repeat + 1)
+        whole = timed(engine, batch, OUTPUT + 1, repeat + 1)
+        steps.append((whole - prefill) / OUTPUT * 1e3)
+        prefills.append(prefill * 1e3)
+    return statistics.median(steps), statistics.median(prefills)
+
+
+def main(
+    shape: str = "qwen3-8b",
+    batch: str = "1,32,128,256",
+    repeats: int = 3,
+    json: str | None = None,
+) -> None:
+    """Measure and report."""
+    batches = [int(item) for item in batch.split(",")]
+    config = EngineConfig(
+        cache=CacheConfig(kv_tokens=max(batches) * (INPUT + OUTPUT + 64) + 8192),
+        scheduler=SchedulerConfig(max_running=max(batches), prefill_tokens=8192),
+    )
+    engine = random_engine(shape, config)
+    rows = []
+    for size in batches:
+        step, prefill = step_ms(engine, size, repeats)
+        case = f"{shape} batch {size}"
+        bound = TARGETS.get(shape, {}).get(size)
+        row = Row(case, "decode step", step, "ms")
+        rows.append(row if bound is None else at_most(case, "decode step", step, "ms", bound))
+        rows.append(Row(case, "prefill", size * INPUT / prefill * 1e3, "tok/s"))
+    report("decode", rows, json)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -3,34 +3,62 @@
 Owns the forward call and what is read off the hidden states: logits, prompt log-probabilities.
 Ignores sampling and scheduling.
 
+With `deterministic` the rows of linear layers are padded to a multiple of `ROW_MULTIPLE`: with fewer
+rows, or an odd number, matrix products on the CPU sum in another order. The backend must be
+deterministic too.
+
 Shapes: T tokens, D hidden, R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import CausalLM
 
+ROW_MULTIPLE = 4
+PADDING_KEY = -1
+
 
 class ModelRunner:
-    def __init__(self, model: CausalLM, kv_pool: KVPool, backend: AttentionBackend) -> None:
+    def __init__(
+        self, model: CausalLM, kv_pool: KVPool, backend: AttentionBackend, deterministic: bool = False
+    ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.backend = backend
+        self.deterministic = deterministic
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        """Final hidden states hidden_TD of every token; keys and values are written to the pool."""
-        return self.model.forward(batch, self.backend, self.kv_pool, capture)
+        """Final hidden states hidden_TD of every token; keys and values are written to the pool.
+
+        `capture` names layers by its keys and receives the states after each of them.
+        """
+        tokens = batch.num_tokens
+        extra = -tokens % ROW_MULTIPLE if self.deterministic else 0
+        if not extra:
+            return self.model.forward(batch, self.backend, self.kv_pool, capture)
+        hidden_TD = self.model.forward(_padded(batch, extra), self.backend, self.kv_pool, capture)
+        for layer in capture or {}:
+            assert capture is not None
+            capture[layer] = capture[layer][:tokens]
+        return hidden_TD[:tokens]
 
     @torch.inference_mode()
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV, fp32."""
-        return self.model.logits(hidden_RD)
+        rows = hidden_RD.shape[0]
+        extra = -rows % ROW_MULTIPLE if self.deterministic else 0
+        if not extra:
+            return self.model.logits(hidden_RD)
+        return self.model.logits(F.pad(hidden_RD, (0, 0, 0, extra)))[:rows]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """logits_RV, fp32, of the tokens `batch.logit_rows_R` asks for."""
@@ -40,16 +68,31 @@ class ModelRunner:
     def prompt_logprobs(
         self, hidden_TD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0, chunk: int = 128
     ) -> torch.Tensor:
-        """log p(targets) under softmax(logits / temperature), fp32 [T].
+        """log p(targets) under softmax(logits / temperature), fp32 [T]; temperature 0 reports raw.
 
         Rows are taken `chunk` at a time, so at most [chunk, V] logits exist at once.
         """
         assert hidden_TD.shape[0] == targets_T.shape[0], "one target for each hidden state"
         parts = []
         for start in range(0, hidden_TD.shape[0], chunk):
-            logits = self.model.logits(hidden_TD[start : start + chunk])
+            logits = self.logits(hidden_TD[start : start + chunk])
             if temperature not in (0.0, 1.0):
                 logits.div_(temperature)
             picked = logits.gather(1, targets_T[start : start + chunk, None].long()).squeeze(1)
             parts.append(picked - torch.logsumexp(logits, dim=1))
         return torch.cat(parts) if parts else hidden_TD.new_zeros(0, dtype=torch.float32)
+
+
+def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
+    """The batch with one more row of `extra` tokens in the scratch page, whose results nobody reads."""
+    zeros = batch.input_ids_T.new_zeros(extra)
+    return replace(
+        batch,
+        input_ids_T=torch.cat((batch.input_ids_T, zeros)),
+        positions_T=torch.cat((batch.positions_T, zeros)),
+        write_slots_T=torch.cat((batch.write_slots_T, zeros)),
+        query_lens=[*batch.query_lens, extra],
+        seq_lens=[*batch.seq_lens, extra],
+        page_tables_BP=F.pad(batch.page_tables_BP, (0, 0, 0, 1)),
+        row_keys=[*batch.row_keys, PADDING_KEY],
+    )

@@ -104,7 +104,7 @@ class Harness:
         self.pool = pool
         self.free = list(range(1, pool.num_pages))
         random.Random(seed).shuffle(self.free)
-        self.runner = ModelRunner(model, pool, make_attention(backend, model.spec, "cpu", deterministic))
+        self.runner = ModelRunner(model, pool, make_attention(backend, model.spec, "cpu", deterministic), deterministic)
         self.next_key = 0
 
     def row(self, ids: list[int]) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.batch import SharedPrefix
 from tests.oracle.model_oracle import (
     Harness,
     check_logits,
@@ -180,3 +181,68 @@ def test_prompt_logprobs(pair, chunk: int, temperature: float) -> None:
     actual = harness.runner.prompt_logprobs(hidden[:-1], torch.tensor(ids[1:]), temperature, chunk)
     wanted = torch.log_softmax(reference_logits(reference, ids)[:-1] / temperature, dim=-1)
     torch.testing.assert_close(actual, wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mates", [1, 2, 6])
+def test_deterministic_rows_keep_their_bits_beside_others(pair, mates: int) -> None:
+    _, model = pair
+    ids, prompt = random_ids(45, seed=8), 21
+
+    def run(num_mates: int) -> torch.Tensor:
+        harness = Harness(model, deterministic=True, seed=num_mates)
+        row = harness.row(ids[:prompt])
+        others = [harness.row(random_ids(9 + 7 * index, seed=index)) for index in range(num_mates)]
+        harness.step([], [(other, len(other.ids) - 2) for other in others] + [(row, prompt)])
+        for step, token in enumerate(ids[prompt:]):
+            row.ids.append(token)
+            for other in others[step % 3 :]:
+                other.ids.append(step)
+            batch = [*others[step % 3 :], row]
+            harness.step(batch if step % 2 else batch[::-1], [])
+        return harness.all_logits(row)
+
+    assert torch.equal(run(0), run(mates))
+
+
+def test_unwritten_pages_never_reach_the_output(pair) -> None:
+    """The pool is poisoned with NaN; a released and restored pool serves again."""
+    reference, model = pair
+    ids = random_ids(30, seed=9)
+    harness = Harness(model)
+    for _ in range(2):
+        row = harness.row(ids[:20])
+        harness.prefill(row)
+        for token in ids[20:]:
+            row.ids.append(token)
+            harness.step([row], [])
+        check_logits(harness.all_logits(row), reference_logits(reference, ids))
+        harness.pool.release()
+        assert harness.pool.bytes == 0
+        harness.pool.restore()
+        harness.pool.fill(float("nan"))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_forked_groups_share_a_prefix(pair, page_size: int) -> None:
+    reference, model = pair
+    harness = Harness(model, page_size=page_size)
+    prompt = random_ids(75, seed=11)
+    parent = harness.row(prompt)
+    harness.prefill(parent)
+    texts = [prompt + random_ids(12, seed=20 + index) for index in range(6)]
+    rows = [harness.fork(parent) for _ in texts]
+    lone_ids = random_ids(25, seed=40)
+    lone = harness.row(lone_ids[:13])
+    harness.prefill(lone)
+    for step in range(12):
+        for row, text in zip(rows, texts, strict=True):
+            row.ids.append(text[75 + step])
+        lone.ids.append(lone_ids[13 + step])
+        # Two of the group leave half-way: the prefix is still shared, its tile shrinks.
+        running = rows if step < 6 else rows[1:5]
+        shared = SharedPrefix(1, 1 + len(running), 75 // page_size)
+        harness.step([lone, *running], [], [shared])
+    check_logits(harness.all_logits(lone), reference_logits(reference, lone_ids))
+    for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        expected = reference_logits(reference, text)[75:]
+        check_logits(harness.all_logits(row), expected if 0 < index < 5 else expected[:6])

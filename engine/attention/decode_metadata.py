@@ -1,0 +1,259 @@
+"""What the device must know to decode a step: buffers, and how shared prefixes become pieces.
+
+Owns the fixed buffers that captured graphs read, their filling from the host when the batch's
+composition changes, and the workspace. Ignores the kernels that read them.
+
+Shapes: B rows, P page-table columns, N query heads, K key/value heads, H head size, W work items,
+X prefix pieces, S prefix states a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+
+from engine.batch import SharedPrefix
+from engine.kernels.decode_attention import States, TileConfig
+from engine.kernels.decode_work import ITEM, cut_rows
+
+MIN_PREFIX_PIECE = 256
+"""Tokens; shorter pieces spend more on storing states than they gain in parallelism."""
+
+STATE_BYTES = 64 << 20
+"""Bound on prefix states of a batch."""
+
+MIN_SAVED_BYTES = 12 << 20
+"""Reading less than this again costs less than the additional launch (about 3 us of a fast GPU)."""
+
+MIN_SAVED_SEGMENT_BYTES = 256 << 10
+"""A prefix that saves less is not worth its pieces."""
+
+FIXED_SPLITS = 16
+FIXED_MIN_SPLIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSize:
+    """What buffers are sized by."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    itemsize: int
+    processors: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.itemsize
+
+
+class Workspace:
+    """Room that batches take turns in: whoever asks for no more than the largest before shares it."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._rooms: dict[str, torch.Tensor] = {}
+        self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def states(self, name: str, leading: tuple[int, ...], heads: int, size: int) -> States:
+        count = heads
+        for length in leading:
+            count *= length
+        room = self._rooms.get(name)
+        if room is None or room.shape[0] < count * (size + 1):
+            room = self._rooms[name] = torch.empty(count * (size + 1), dtype=torch.float32, device=self._device)
+        mean = room[: count * size].view(*leading, heads, size)
+        return States(mean, room[count * size : count * (size + 1)].view(*leading, heads))
+
+    def arrived(self, count: int) -> torch.Tensor:
+        """Zeros that every launch leaves as zeros."""
+        if self._arrived.shape[0] < count:
+            self._arrived = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._arrived[:count]
+
+
+@dataclass(slots=True)
+class DecodeMetadata:
+    """Buffers of at most B rows. Lengths, tables and write slots may be written on the device at any
+    time; rows of length 0 are no-ops whose output is zeros. `cut` follows once before the layers.
+
+    `own_start_B` and `prefix_parts_B` say where a row's own tokens start and how many stored states
+    cover those before; with `pieces_X8` they come from `set_prefixes`.
+    """
+
+    size: AttentionSize
+    page_tables_BP: torch.Tensor
+    seq_lens_B: torch.Tensor
+    write_slots_B: torch.Tensor
+    own_start_B: torch.Tensor
+    prefix_parts_B: torch.Tensor
+    pieces_X8: torch.Tensor
+    items_W8: torch.Tensor
+    partial: States
+    arrived_BK: torch.Tensor
+    decode_tiles: TileConfig
+    prefix_tiles: TileConfig
+    extra: int
+    fixed_splits: int
+    prefix: States | None = None
+    packed: torch.Tensor | None = field(default=None, repr=False)
+    """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of."""
+
+    @property
+    def max_rows(self) -> int:
+        return self.seq_lens_B.shape[0]
+
+    def cut(self) -> None:
+        """Cut the rows, by the lengths on the device now, into work items. One launch."""
+        multiple = self.decode_tiles.block_n
+        least = max(FIXED_MIN_SPLIT, multiple) if self.fixed_splits else multiple
+        cut_rows(
+            self.seq_lens_B,
+            self.own_start_B,
+            self.prefix_parts_B,
+            self.items_W8,
+            self.extra,
+            least,
+            multiple,
+            self.fixed_splits,
+        )
+
+    def set_prefixes(self, prefixes: list[SharedPrefix]) -> int:
+        """Have rows [start, end) of each prefix read its pages once. Returns how many were kept.
+
+        Ranges may nest, the outer with fewer pages: then the inner prefix starts where the outer
+        ends. While prefixes are set, row `start` of each must keep its page-table entries, and rows of
+        it that are not of length 0 must be longer than it. Those that save the least are left out
+        where the buffers are too small. One copy to the device.
+        """
+        assert self.packed is not None
+        if self.prefix is None:
+            assert not prefixes, "the buffers were planned without shared prefixes"
+            return 0
+        rows, capacity, max_states = self.max_rows, self.pieces_X8.shape[0], self.prefix.lse_IN.shape[0]
+        kept = list(prefixes)
+        while True:
+            laid = lay_out_prefixes(kept, self.size, self.prefix_tiles, rows, max_states, capacity)
+            if laid is not None:
+                break
+            kept.remove(min(kept, key=lambda prefix: (prefix.end - prefix.start - 1) * prefix.num_pages))
+        own_start, parts, pieces = laid
+        flat = own_start + parts
+        for piece in pieces:
+            flat += piece
+        flat += [0] * (self.packed.shape[0] - len(flat))
+        host = torch.tensor(flat, dtype=torch.int32)
+        self.packed.copy_(host.pin_memory() if self.packed.is_cuda else host, non_blocking=True)
+        return len(kept)
+
+
+def lay_out_prefixes(
+    prefixes: list[SharedPrefix],
+    size: AttentionSize,
+    tiles: TileConfig,
+    num_rows: int,
+    max_states: int,
+    capacity: int,
+) -> tuple[list[int], list[int], list[list[int]]] | None:
+    """(own_start_B, prefix_parts_B, pieces_X8) of nested prefixes, or None where they do not fit."""
+    own_start, parts = [0] * num_rows, [0] * num_rows
+    per_tile = tiles.block_m // size.group
+    segments = []
+    for prefix in sorted(prefixes, key=lambda prefix: prefix.num_pages):
+        end, first = prefix.num_pages * size.page_size, own_start[prefix.start]
+        covered = set(own_start[prefix.start : prefix.end])
+        assert covered == {first}, f"rows {prefix.start} to {prefix.end} share nested prefixes in part only"
+        assert prefix.end <= num_rows, f"rows to {prefix.end} of {num_rows}"
+        if end > first:
+            segments.append((prefix.start, prefix.end, first, end))
+            own_start[prefix.start : prefix.end] = [end] * (prefix.end - prefix.start)
+    wanted = -(-2 * size.processors // size.num_kv_heads)
+    work = sum(-(-(stop - start) // per_tile) * (end - first) for start, stop, first, end in segments)
+    length = max(MIN_PREFIX_PIECE, -(-work // wanted))
+    length = -(-length // tiles.block_n) * tiles.block_n
+    pieces: list[list[int]] = []
+    for start, stop, first, end in segments:
+        state = parts[start]
+        room = (max_states - state + 1) // 2 if len(segments) > 1 else max_states
+        if room < 1:
+            return None
+        count = min(-(-(end - first) // length), room)
+        piece = -(-(-(-(end - first) // count)) // tiles.block_n) * tiles.block_n
+        count = -(-(end - first) // piece)
+        for split in range(count):
+            lo, hi = first + split * piece, min(first + (split + 1) * piece, end)
+            for row in range(start, stop, per_tile):
+                pieces.append([row, min(per_tile, stop - row), lo, hi, start, state + split, 0, 0])
+        parts[start:stop] = [state + count] * (stop - start)
+    return None if len(pieces) > capacity else (own_start, parts, pieces)
+
+
+def worthwhile(prefixes: list[SharedPrefix], size: AttentionSize) -> list[SharedPrefix]:
+    """The prefixes, if reading them once saves more than the additional launch costs."""
+    page_bytes = size.page_size * size.token_bytes
+    saved = [(prefix.end - prefix.start - 1) * prefix.num_pages * page_bytes for prefix in prefixes]
+    chosen = [i for i, value in enumerate(saved) if value >= MIN_SAVED_SEGMENT_BYTES]
+    return [prefixes[i] for i in chosen] if sum(saved[i] for i in chosen) >= MIN_SAVED_BYTES else []
+
+
+def decode_buffers(
+    size: AttentionSize,
+    workspace: Workspace,
+    tiles: tuple[TileConfig, TileConfig],
+    max_rows: int,
+    device: torch.device | str,
+    tables: torch.Tensor | int,
+    shared: bool,
+    fixed_splits: int = 0,
+    num_items: int | None = None,
+    max_pieces: int | None = None,
+) -> DecodeMetadata:
+    """Buffers for batches of up to `max_rows`, all rows of length 0. `tables` is a table to use or the
+    number of columns of a new one; `num_items` and `max_pieces` bound a batch known in advance."""
+    decode_tiles, prefix_tiles = tiles
+    extra = -(-3 * size.processors // size.num_kv_heads) + max_rows // 4
+    if num_items is None:
+        num_items = max_rows * fixed_splits if fixed_splits else max_rows + extra
+    if max_pieces is None:
+        per_tile = prefix_tiles.block_m // size.group
+        max_pieces = -(-max_rows // per_tile) + max_rows // 4 + -(-2 * size.processors // size.num_kv_heads)
+    pieces = max_pieces if shared else 0
+    packed = torch.zeros(2 * max_rows + ITEM * pieces, dtype=torch.int32, device=device)
+    states_bytes = max_rows * size.num_heads * (size.head_dim + 1) * 4
+    num_states = max(2, min(64, STATE_BYTES // states_bytes))
+    heads = (size.num_heads, size.head_dim)
+    new_table = (max_rows, tables) if isinstance(tables, int) else (0, 0)
+    return DecodeMetadata(
+        size=size,
+        page_tables_BP=torch.zeros(new_table, dtype=torch.int32, device=device) if isinstance(tables, int) else tables,
+        seq_lens_B=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        write_slots_B=torch.zeros(max_rows, dtype=torch.int64, device=device),
+        own_start_B=packed[:max_rows],
+        prefix_parts_B=packed[max_rows : 2 * max_rows],
+        pieces_X8=packed[2 * max_rows :].view(pieces, ITEM),
+        items_W8=torch.full((num_items, ITEM), -1, dtype=torch.int32, device=device),
+        partial=workspace.states("items", (num_items,), *heads),
+        arrived_BK=workspace.arrived(max_rows * size.num_kv_heads),
+        decode_tiles=decode_tiles,
+        prefix_tiles=prefix_tiles,
+        extra=extra,
+        fixed_splits=fixed_splits,
+        prefix=workspace.states("prefix", (num_states, max_rows), *heads) if shared else None,
+        packed=packed,
+    )
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number elsewhere, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))

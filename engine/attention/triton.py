@@ -1,0 +1,277 @@
+"""Attention on the GPU by the project's Triton kernels.
+
+Owns the eager path (any mixed batch) and the launches that a captured decode graph consists of.
+Ignores how the kernels compute and who captures graphs.
+
+Shapes: T tokens, B decode rows, P page-table columns, N query heads, K key/value heads, H head size,
+X prefill tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.decode_metadata import (
+    FIXED_MIN_SPLIT,
+    FIXED_SPLITS,
+    AttentionSize,
+    DecodeMetadata,
+    Workspace,
+    decode_buffers,
+    padded_head_dim,
+    processors,
+    worthwhile,
+)
+from engine.batch import ForwardBatch
+from engine.errors import Unsupported
+from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.decode_attention import LayerShape, States, TileConfig, decode_attention
+from engine.kernels.prefill_attention import cut_tiles, prefill_attention
+from engine.kernels.prefix_attention import prefix_attention
+from engine.memory.kv_pool import KVPool, pack
+from engine.models.spec import ModelSpec
+from engine.parallel import SINGLE, TensorParallel
+
+MIN_PREFILL_SPLIT = 512
+"""Tokens of context a split of a prefill row should have at least."""
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """Rows after the decode rows; `start` is their first token."""
+
+    start: int
+    seq_lens_B: torch.Tensor
+    query_starts_B1: torch.Tensor
+    page_tables_BP: torch.Tensor
+    tile_row_X: torch.Tensor
+    tile_query_X: torch.Tensor
+    tiles: TileConfig
+    splits: int
+
+
+class TritonAttention:
+    """`deterministic` makes a row's result independent of the others: fixed splits and tiles, every
+    row reads its own prefix."""
+
+    name = "triton"
+
+    def __init__(self, spec: ModelSpec, deterministic: bool = False, parallel: TensorParallel = SINGLE) -> None:
+        for index, layer in enumerate(spec.layers):
+            if layer.bias is not None:
+                raise Unsupported(
+                    field=f"layers[{index}].bias", expected="none with the triton attention", actual=layer.bias
+                )
+        self._spec = spec
+        self._deterministic = deterministic
+        self._num_heads = parallel.share(spec.num_heads, "num_attention_heads")
+        self._num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
+        self._block_d = padded_head_dim(spec.head_dim)
+        self._group = self._num_heads // self._num_kv_heads
+        self._workspace: Workspace | None = None
+        self._shapes: dict[tuple[int, int], LayerShape] = {}
+        self._pool: KVPool | None = None
+        self._write_slots_T = torch.empty(0)
+        self._num_decode = 0
+        self._decode: DecodeMetadata | None = None
+        self._prefill: PrefillPlan | None = None
+
+    # The graph form.
+
+    def plan_decode_buffers(
+        self, max_rows: int, max_pages: int, kv_pool: KVPool, shared: bool = False
+    ) -> DecodeMetadata:
+        """Fixed buffers for up to `max_rows` rows of up to `max_pages` pages, on the pool's device.
+
+        The workspace is shared with buffers planned before; plan the largest first. With `shared` the
+        launches of `run_decode` include the prefix kernel, set_prefixes or not.
+        """
+        if shared and self._deterministic:
+            raise Unsupported(field="shared", expected="no shared prefixes with deterministic", actual=True)
+        return self._buffers(kv_pool, max_rows, max_pages, shared)
+
+    def run_decode(
+        self,
+        q_BNH: torch.Tensor,
+        layer_kv: torch.Tensor,
+        metadata: DecodeMetadata,
+        out_BNH: torch.Tensor,
+        layer: int,
+        sink_N: torch.Tensor | None = None,
+    ) -> None:
+        """Write out_BNH from a layer's storage (`kv_pool.tokens(layer)`), this step's keys included.
+
+        `metadata.cut()` comes once a step before the first layer. Allocates nothing; all grids are
+        fixed by the buffers.
+        """
+        shape = self._shape(layer, metadata.size.page_size)
+        assert (sink_N is not None) == shape.sink, f"sinks of layer {layer}"
+        prefix = metadata.prefix
+        if prefix is not None:
+            prefix_attention(
+                q_BNH,
+                layer_kv,
+                metadata.page_tables_BP,
+                metadata.seq_lens_B,
+                metadata.pieces_X8,
+                prefix,
+                shape,
+                metadata.prefix_tiles,
+            )
+        decode_attention(
+            q_BNH,
+            layer_kv,
+            metadata.page_tables_BP,
+            metadata.seq_lens_B,
+            metadata.items_W8,
+            out_BNH,
+            metadata.partial,
+            metadata.arrived_BK,
+            shape,
+            metadata.decode_tiles,
+            sink_N,
+            prefix,
+        )
+
+    # The eager form.
+
+    def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        self._pool = kv_pool
+        self._write_slots_T = batch.write_slots_T
+        self._num_decode = batch.num_decode
+        self._decode = self._plan_decode(batch, kv_pool) if batch.num_decode else None
+        self._prefill = self._plan_prefill(batch, kv_pool) if batch.num_rows > batch.num_decode else None
+
+    def _plan_decode(self, batch: ForwardBatch, kv_pool: KVPool) -> DecodeMetadata:
+        rows = batch.num_decode
+        size = self._size(kv_pool)
+        prefixes = []
+        if not self._deterministic:
+            inside = [prefix for prefix in batch.shared_prefixes if prefix.end <= rows]
+            prefixes = worthwhile(inside, size)
+        lengths = batch.seq_lens[:rows]
+        items = None
+        if self._deterministic:
+            items = sum(max(1, min(FIXED_SPLITS, -(-length // FIXED_MIN_SPLIT))) for length in lengths)
+        metadata = self._buffers(kv_pool, rows, batch.page_tables_BP[:rows], bool(prefixes), items)
+        metadata.seq_lens_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if prefixes:
+            metadata.set_prefixes(prefixes)
+        metadata.cut()
+        return metadata
+
+    def _plan_prefill(self, batch: ForwardBatch, kv_pool: KVPool) -> PrefillPlan:
+        first = batch.num_decode
+        queries, lengths = batch.query_lens[first:], batch.seq_lens[first:]
+        longest = 1 << 20 if self._deterministic else max(queries)
+        tiles = prefill_config(self._block_d, kv_pool.dtype.itemsize, self._group, longest)
+        rows_X, queries_X = cut_tiles(queries, lengths, tiles.block_m // self._group)
+        starts = [0]
+        for count in queries:
+            starts.append(starts[-1] + count)
+        parts = (lengths, starts, rows_X, queries_X)
+        packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32).to(kv_pool.device)
+        seq_lens_B, query_starts_B1, tile_row_X, tile_query_X = packed.split([len(part) for part in parts])
+        splits = 1
+        if not self._deterministic:
+            free = 2 * processors(kv_pool.device) // max(1, len(rows_X) * self._num_kv_heads)
+            splits = max(1, min(16, free, max(lengths) // MIN_PREFILL_SPLIT))
+        return PrefillPlan(
+            start=first,
+            seq_lens_B=seq_lens_B,
+            query_starts_B1=query_starts_B1,
+            page_tables_BP=batch.page_tables_BP[first:],
+            tile_row_X=tile_row_X,
+            tile_query_X=tile_query_X,
+            tiles=tiles,
+            splits=splits,
+        )
+
+    def run(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        layer: int,
+        sink_N: torch.Tensor | None = None,
+        bias_TNE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert self._pool is not None, "plan comes before run"
+        self._pool.write(layer, self._write_slots_T, pack(k_TKH, v_TKH))
+        return self.attend(q_TNH, layer, sink_N)
+
+    def attend(self, q_TNH: torch.Tensor, layer: int, sink_N: torch.Tensor | None = None) -> torch.Tensor:
+        """out_TNH where this step's keys and values are in the pool already."""
+        pool, prefill, rows = self._pool, self._prefill, self._num_decode
+        assert pool is not None, "plan comes before attend"
+        if q_TNH.stride()[1:] != (q_TNH.shape[2], 1):
+            q_TNH = q_TNH.contiguous()
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        layer_kv = pool.tokens(layer)
+        if self._decode is not None:
+            self.run_decode(q_TNH[:rows], layer_kv, self._decode, out_TNH[:rows], layer, sink_N)
+        if prefill is not None:
+            partial = None
+            tokens, heads, head_dim = q_TNH[rows:].shape
+            if prefill.splits > 1:
+                partial = States.empty((prefill.splits, tokens), heads, head_dim, q_TNH.device)
+            prefill_attention(
+                q_TNH[rows:],
+                layer_kv,
+                prefill.page_tables_BP,
+                prefill.seq_lens_B,
+                prefill.query_starts_B1,
+                prefill.tile_row_X,
+                prefill.tile_query_X,
+                out_TNH[rows:],
+                self._shape(layer, pool.page_size),
+                prefill.tiles,
+                sink_N,
+                prefill.splits,
+                partial,
+            )
+        return out_TNH
+
+    def _buffers(
+        self,
+        kv_pool: KVPool,
+        max_rows: int,
+        tables: torch.Tensor | int,
+        shared: bool,
+        num_items: int | None = None,
+    ) -> DecodeMetadata:
+        if self._workspace is None:
+            self._workspace = Workspace(kv_pool.device)
+        itemsize = kv_pool.dtype.itemsize
+        tiles = (decode_config(self._block_d, itemsize), prefix_config(self._block_d, itemsize, self._group))
+        fixed = FIXED_SPLITS if self._deterministic else 0
+        return decode_buffers(
+            self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, fixed, num_items
+        )
+
+    def _size(self, kv_pool: KVPool) -> AttentionSize:
+        return AttentionSize(
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._spec.head_dim,
+            page_size=kv_pool.page_size,
+            itemsize=kv_pool.dtype.itemsize,
+            processors=processors(kv_pool.device),
+        )
+
+    def _shape(self, layer: int, page_size: int) -> LayerShape:
+        shape = self._shapes.get((layer, page_size))
+        if shape is None:
+            spec = self._spec.layers[layer]
+            shape = self._shapes[layer, page_size] = LayerShape(
+                num_heads=self._num_heads,
+                num_kv_heads=self._num_kv_heads,
+                head_dim=self._spec.head_dim,
+                page_size=page_size,
+                window=spec.window or 0,
+                softcap=spec.softcap or 0.0,
+                sink=spec.sink,
+            )
+        return shape

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -88,7 +89,7 @@ def _session(leader: int) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                fields = open(f"/proc/{name}/stat").read().rsplit(")", 1)[1].split()
+                fields = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
             except OSError:
                 continue
             if int(fields[3]) == leader and fields[0] != "Z":

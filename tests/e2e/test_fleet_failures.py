@@ -101,6 +101,7 @@ def test_a_killed_engine_changes_nothing_but_the_time(fleet3) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_many_killed_engines_change_nothing_but_the_time(fleet3) -> None:
     fleet3.run(kill_mid_rollout(fleet3, 5), 600)
 
@@ -203,6 +204,7 @@ def test_case_i4_a_lower_version_is_refused_by_the_whole_fleet(fleet3, t_full) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_case_i1_two_and_four_engines_at_the_same_time(ray_session, loop_thread, t_full) -> None:
     async def run() -> None:
         two, four = await asyncio.gather(
@@ -222,6 +224,7 @@ def test_case_i1_two_and_four_engines_at_the_same_time(ray_session, loop_thread,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_engine_that_stands_still_is_replaced_and_its_groups_go_on(ray_session, loop_thread, t_full) -> None:
     async def run() -> None:
         served = await ServedFleet(loop_thread, serve_config(t_full, 2, health_timeout_s=0.5)).start()

@@ -130,6 +130,7 @@ def test_case_i3_short_calls_leave_no_files_open(fleet3) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_case_i3_two_thousand_calls_leave_no_files_open(fleet3) -> None:
     fleet3.run(many_short_calls(fleet3, 100), 300)
 
@@ -186,8 +187,9 @@ def test_case_g2_pause_update_resume_under_fire(fleet3, t_full, t_full_w1) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_case_g2_twenty_rounds_under_fire(fleet3, t_full, t_full_w1) -> None:
-    fleet3.run(pause_update_resume(fleet3, (t_full, t_full_w1), 20, 0.005), 300)
+    fleet3.run(pause_update_resume(fleet3, (t_full, t_full_w1), 20, 0.02), 500)
 
 
 def test_case_b7_an_update_without_a_pause_never_crashes(fleet3, t_full, t_full_w1) -> None:

@@ -26,7 +26,8 @@ def call(text: str | None = "abc", group_id: str = "g", resume=None, stop=(), bi
 
 
 async def one_sample(host: EngineHost, one: GenerateCall):
-    return [event.sample async for event in host.generate(one) if isinstance(event, SampleEnd)][0]
+    (sample,) = [event.sample async for event in host.generate(one) if isinstance(event, SampleEnd)]
+    return sample
 
 
 def test_stop_strings_end_samples_and_a_resume_matches_across_the_cut(t_full, tmp_path) -> None:

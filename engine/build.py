@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from engine.attention.base import AttentionBackend
 from engine.attention.registry import make_attention, resolve_attention
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
+from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
@@ -26,8 +28,10 @@ from engine.metrics import EngineCounters
 from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
 from engine.models.spec import DTYPES, ModelSpec, read_spec
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import FusedRunner, ModelRunner
+from engine.runner.stepper import EagerStepper, Stepper
 from engine.sampling.sampler import Sampler
+from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.pages import PageManager
 from engine.validation import EngineLimits
 from engine.weights.loader import load_weights
@@ -85,6 +89,33 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         counters=EngineCounters(),
         layout=f"{config.dtype}/{page_size}",
     )
+
+
+def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend) -> ModelRunner:
+    if backend.name == "triton" and pool.device.type == "cuda":
+        from engine.attention.triton import TritonAttention
+
+        assert isinstance(backend, TritonAttention)
+        return FusedRunner(model, pool, backend)
+    return ModelRunner(model, pool, backend)
+
+
+def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Stepper:
+    """Captured graphs where the fused path runs on a GPU, one operation after another elsewhere."""
+    if isinstance(parts.runner, FusedRunner):
+        from engine.runner.graph_stepper import GraphStepper
+
+        return GraphStepper(
+            parts.model.spec,
+            table,
+            parts.pages.table,
+            parts.runner.fused,
+            parts.runner.attention,
+            parts.pages.pool,
+            parts.config.scheduler.max_running,
+            parts.config.deterministic,
+        )
+    return EagerStepper(table, builder, parts.runner, parts.sampler)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.build import Parts, load_parts
+from engine.build import Parts, load_parts, make_stepper
 from engine.cache.key import Namespace
 from engine.config import EngineConfig
 from engine.errors import Conflict, Corrupt, InvalidRequest, Overloaded, Paused, SparkrollError
@@ -20,7 +20,6 @@ from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
 from engine.policy import PolicyState
 from engine.request import Group, GroupSink, Sample, SampleState, StopWatcher
-from engine.runner.stepper import EagerStepper
 from engine.sampling.params import RowSampling
 from engine.sampling.seeds import derive_seed, fresh_seed
 from engine.scheduler.batching import BatchBuilder
@@ -83,7 +82,7 @@ class Engine:
         if parts.config.loop == "overlapped":
             burst = parts.config.scheduler.burst
             table = DeviceTable(parts.pages.table.num_slots, 2 * burst, parts.device)
-            stepper = EagerStepper(table, builder, parts.runner, parts.sampler)
+            stepper = make_stepper(parts, table, builder)
             self._loop = OverlappedLoop(self._scheduler, serial, table, stepper, self._committer, parts.counters, burst)
 
     @classmethod

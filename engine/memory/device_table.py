@@ -29,7 +29,6 @@ class RowState:
     computed: int
     new: int
     max_new: int
-    min_new: int
     seed: int
     temperature: float
     top_k: int
@@ -42,7 +41,8 @@ class RowState:
 class DeviceTable:
     """`computed_S` int64 counts tokens whose keys and values exist; the next input `last_token_S`
     stands at that position. `new_S` int32 counts new tokens; token number i lies in ring column
-    i % W. `finished_S` int32 rows are no-ops until the host hands the slot out again."""
+    i % W. `finished_S` int32 rows are no-ops until the host hands the slot out again. `position_S`
+    and `active_S` are notes of the step under way."""
 
     MAX_STOPS = 32
 
@@ -57,13 +57,14 @@ class DeviceTable:
         self.computed_S = column(torch.int64)
         self.new_S = column(torch.int32)
         self.max_new_S = column(torch.int32)
-        self.min_new_S = column(torch.int32)
         self.finished_S = column(torch.int32, fill=STOPPED)
         self.seed_S = column(torch.int64)
-        self.temperature_S = column(torch.float32, fill=1)
+        self.temperature_S = column(torch.float64, fill=1)
         self.top_k_S = column(torch.int32)
-        self.top_p_S = column(torch.float32, fill=1)
-        self.min_p_S = column(torch.float32)
+        self.top_p_S = column(torch.float64, fill=1)
+        self.min_p_S = column(torch.float64)
+        self.position_S = column(torch.int64)
+        self.active_S = column(torch.uint8)
         self.definition_S = column(torch.int32)
         self.stop_ids_SK = column(torch.int32, self.MAX_STOPS, fill=-1)
         self.ring_ids_SW = column(torch.int32, ring)
@@ -83,13 +84,12 @@ class DeviceTable:
             (self.computed_S, np.array([row.computed for row in rows], dtype=np.int64)),
             (self.new_S, np.array([row.new for row in rows], dtype=np.int32)),
             (self.max_new_S, np.array([row.max_new for row in rows], dtype=np.int32)),
-            (self.min_new_S, np.array([row.min_new for row in rows], dtype=np.int32)),
             (self.finished_S, np.zeros(len(rows), dtype=np.int32)),
             (self.seed_S, seeds),
-            (self.temperature_S, np.array([row.temperature for row in rows], dtype=np.float32)),
+            (self.temperature_S, np.array([row.temperature for row in rows], dtype=np.float64)),
             (self.top_k_S, np.array([row.top_k for row in rows], dtype=np.int32)),
-            (self.top_p_S, np.array([row.top_p for row in rows], dtype=np.float32)),
-            (self.min_p_S, np.array([row.min_p for row in rows], dtype=np.float32)),
+            (self.top_p_S, np.array([row.top_p for row in rows], dtype=np.float64)),
+            (self.min_p_S, np.array([row.min_p for row in rows], dtype=np.float64)),
             (self.definition_S, np.array([row.definition for row in rows], dtype=np.int32)),
             (self.stop_ids_SK, stops),
         ]

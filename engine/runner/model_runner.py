@@ -13,6 +13,7 @@ Shapes: T tokens, D hidden, R rows of logits, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,10 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
-from engine.models.decoder import CausalLM
+from engine.models.decoder import CausalLM, DenseDecoderLM
+
+if TYPE_CHECKING:
+    from engine.attention.triton import TritonAttention
 
 ROW_MULTIPLE = 4
 PADDING_KEY = -1
@@ -96,3 +100,22 @@ def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
         page_tables_BP=F.pad(batch.page_tables_BP, (0, 0, 0, 1)),
         row_keys=[*batch.row_keys, PADDING_KEY],
     )
+
+
+class FusedRunner(ModelRunner):
+    """The same results from fused kernels, with an attention backend that can `attend` to keys and
+    values already written."""
+
+    def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, backend: TritonAttention) -> None:
+        super().__init__(model, kv_pool, backend)
+        from engine.models.fused import FusedForward
+
+        self.fused = FusedForward(model, kv_pool)
+        self.attention = backend
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        self.attention.plan(batch, self.kv_pool)
+        return self.fused.hidden(
+            batch.input_ids_T, batch.positions_T, batch.write_slots_T, self.attention.attend, capture
+        )

@@ -107,17 +107,20 @@ class BatchBuilder:
             return self._shared
         self._shared_key, self._shared = key, []
         if len(keys) > 1:
-            # A page counts when both rows have it filled: the one being written is private.
-            full_B = starts_B[: len(keys)] // self._page_size
-            equal_BP = np.logical_and.accumulate(
-                page_tables_BP[: len(keys) - 1] == page_tables_BP[1 : len(keys)], axis=1
-            )
-            depth_B = np.minimum(equal_BP.sum(axis=1), np.minimum(full_B[:-1], full_B[1:]))
-            self._shared = _runs(depth_B.tolist())
+            self._shared = shared_prefixes(page_tables_BP[: len(keys)], starts_B[: len(keys)], self._page_size)
         return self._shared
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def shared_prefixes(page_tables_BP: np.ndarray, computed_B: np.ndarray, page_size: int) -> list[SharedPrefix]:
+    """Runs of neighbouring rows that begin with the same full pages. The page that a row is
+    writing is its own and never counts."""
+    full_B = computed_B // page_size
+    equal_BP = np.logical_and.accumulate(page_tables_BP[:-1] == page_tables_BP[1:], axis=1)
+    depth_B = np.minimum(equal_BP.sum(axis=1), np.minimum(full_B[:-1], full_B[1:]))
+    return _runs(depth_B.tolist())
 
 
 def _runs(depths: list[int]) -> list[SharedPrefix]:

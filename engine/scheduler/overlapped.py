@@ -146,6 +146,7 @@ def can_run_on_device(sample: Sample) -> bool:
         or want.top_logprobs
         or want.entropy
         or len(sample.row.stop_ids) > DeviceTable.MAX_STOPS
+        or (sample.row.stop_ids and params.min_new > len(sample.ids))
     )
 
 
@@ -158,7 +159,6 @@ def row_state(sample: Sample) -> RowState:
         computed=sequence.computed,
         new=len(sample.ids),
         max_new=params.max_new,
-        min_new=params.min_new,
         seed=sample.row.seed,
         temperature=0.0 if sample.row.greedy else params.temperature,
         top_k=params.top_k,

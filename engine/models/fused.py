@@ -1,0 +1,81 @@
+"""A dense decoder's forward pass in fused kernels.
+
+Owns the order of launches on a GPU, for eager prefill and captured decode alike. Computes what
+`engine.models.decoder` computes, from the same parameters. Ignores attention (`attend` is given)
+and which tokens run.
+
+Shapes: T tokens, D hidden, N query heads, H head size, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
+from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
+from engine.kernels.swiglu import silu_and_mul
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import DenseDecoderLM
+
+Attend = Callable[[torch.Tensor, int], torch.Tensor]
+"""(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""
+
+
+class FusedForward:
+    """Ids of -1 are padding: their rows are computed from zeros and written nowhere."""
+
+    def __init__(self, model: DenseDecoderLM, kv_pool: KVPool) -> None:
+        self._model = model
+        self._pool = kv_pool
+        self._eps = model.spec.rms_eps
+        attention = model.model.layers[0].self_attn
+        self._shape = QKVShape(attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        self._norms = [
+            QKNorm(layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, self._eps)
+            if layer.self_attn.q_norm is not None
+            else None
+            for layer in model.model.layers
+        ]
+
+    def hidden(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        write_slots_T: torch.Tensor,
+        attend: Attend,
+        capture: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
+        decoder, rotary = self._model.model, self._model.rotary
+        residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
+        x_TD = rms_norm(residual_TD, decoder.layers[0].input_layernorm.weight, self._eps)
+        for index, layer in enumerate(decoder.layers):
+            attention = layer.self_attn
+            q_TNH = rope_kv_write(
+                attention.qkv_proj(x_TD),
+                self._shape,
+                self._norms[index],
+                rotary.cos_CE,
+                rotary.sin_CE,
+                positions_T,
+                write_slots_T,
+                self._pool.tokens(index),
+            )
+            out_TNH = attend(q_TNH, index)
+            x_TD = attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+            x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
+            x_TD = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(x_TD)))
+            following = decoder.layers[index + 1].input_layernorm if index + 1 < len(decoder.layers) else decoder.norm
+            x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, following.weight, self._eps)
+            if capture is not None and index in capture:
+                capture[index] = residual_TD.clone()
+        return x_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """logits_RV in the weights' dtype."""
+        model = self._model
+        head = model.model.embed_tokens if model.lm_head is None else model.lm_head
+        return head.project(hidden_RD)

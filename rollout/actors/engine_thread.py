@@ -24,6 +24,8 @@ from engine.errors import Corrupt, Draining, SparkrollError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_TICK_S = 0.02
+_FLUSH_SHARE = 0.02
+_LONGEST_INTERVAL_S = 1.0
 
 
 class _Command(Generic[T]):
@@ -39,7 +41,8 @@ class _Command(Generic[T]):
 
 class EngineThread:
     """Make it in the event loop that will use it. `on_turn` is called on the thread after commands,
-    every `delta_interval_s` of work and on every idle tick; `on_end` on the event loop when the
+    every `delta_interval_s` of work (or more rarely, where reporting would take more than a
+    fiftieth of the time) and on every idle tick; `on_end` on the event loop when the
     loop has ended, with the reason."""
 
     def __init__(
@@ -64,7 +67,7 @@ class EngineThread:
         self._lock = threading.Lock()
         self._stopping = False
         self._ended: SparkrollError | None = None
-        self._last_flush = 0.0
+        self._next_flush = 0.0
         self.last_turn = time.monotonic()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name=f"engine-{name}", daemon=True)
@@ -138,10 +141,13 @@ class EngineThread:
         busy = self._run_commands(engine)
         worked = engine.step()
         now = self.last_turn = time.monotonic()
-        flush = not worked or now - self._last_flush >= self._delta_interval_s
+        flush = not worked or now >= self._next_flush
         if flush:
             engine.flush_deltas()
-            self._last_flush = now
+            # With many samples, reporting them is itself work: it may take its share of the time.
+            spent = time.monotonic() - now
+            wait_s = min(max(self._delta_interval_s, spent / _FLUSH_SHARE), _LONGEST_INTERVAL_S)
+            self._next_flush = now + wait_s
         self._run_polled(engine)
         if flush or busy:
             self._on_turn(engine)

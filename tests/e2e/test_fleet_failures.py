@@ -66,6 +66,15 @@ def same(one: dict, other: dict) -> None:
         assert (a.spans[0].start, a.spans[-1].end) == (0, len(a.ids)) and len(a.logprobs) == len(a.ids)
 
 
+def acknowledged(router) -> dict:
+    """Tokens received of running samples, by the engine they run on."""
+    sent: dict = {}
+    for live in router._groups.values():
+        if live.engine is not None and live.progress.acknowledged_tokens:
+            sent[live.engine] = sent.get(live.engine, 0) + live.progress.acknowledged_tokens
+    return sent
+
+
 async def kill_mid_rollout(served: ServedFleet, rounds: int) -> None:
     """The proof: SIGKILL in mid-rollout changes nothing but the time it takes."""
     router = served.fleet.router
@@ -77,10 +86,11 @@ async def kill_mid_rollout(served: ServedFleet, rounds: int) -> None:
         before, carried = await counter(router, "generated_tokens"), router.counters.tokens_carried
         received, ended = [0], []
         tasks = [asyncio.create_task(run_group(router, one, received, ended)) for one in calls]
-        while received[0] < groups * n * (10 + 20 * number % 80):
+        while received[0] < groups * n * (10 + 20 * number % 80) or not acknowledged(router):
+            assert not all(task.done() for task in tasks), "nothing is left to disturb"
             await asyncio.sleep(0.002)
-        busiest = max(served.fleet.membership.routable(), key=lambda replica: replica.load)
-        assert busiest.load > 0
+        sent = acknowledged(router)
+        busiest = max(sent, key=lambda replica: sent[replica])
         place = next(item for item in served.fleet.describe() if item["engine_id"] == busiest.engine_id)
         os.kill(place["pid"], signal.SIGKILL)
         results = await asyncio.gather(*tasks)

@@ -31,7 +31,7 @@ class TaskConfig:
 
     largest: int = 12
     held_out: int = 512
-    careless: float = 0.75
+    careless: float = 0.7
 
     def __post_init__(self) -> None:
         total = self.largest**3

@@ -39,6 +39,7 @@ class OptimConfig:
     decay_steps: int | None = None
     betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.0
+    eps: float = 1e-8
     clip_norm: float = 1.0
     updates: int = 1
     max_tokens: int = 16384
@@ -78,6 +79,7 @@ class PolicyTrainer:
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
+            eps=config.eps,
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, config.rate)
 

@@ -6,7 +6,6 @@ in `rollouts`, updates in `trainer_bridge.trainer`, versions in `trainer_bridge.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -228,9 +227,8 @@ def _shuffle_rewards(rollout: Rollout, seed: str) -> None:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Trainer and engine take turns, so the trainer may use every core it is allowed."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

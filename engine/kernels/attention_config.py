@@ -1,0 +1,36 @@
+"""Tile sizes of the attention kernels.
+
+Owns the choice from a layer's shape and element size; figures come from `benchmarks.gpu_attention`.
+Ignores batches, except that prefill tiles follow the longest row.
+"""
+
+from __future__ import annotations
+
+import triton
+
+from engine.kernels.decode_attention import TileConfig
+
+
+def _tokens(block_d: int, itemsize: int) -> int:
+    """Tokens whose keys take 16 KiB: two stages of keys and values leave room for three programs."""
+    return min(128, max(16, 16384 // (block_d * itemsize)))
+
+
+def decode_config(block_d: int, itemsize: int) -> TileConfig:
+    return TileConfig(block_n=_tokens(block_d, itemsize), num_warps=4, num_stages=3)
+
+
+def prefix_config(block_d: int, itemsize: int, group: int) -> TileConfig:
+    if itemsize > 2:
+        return TileConfig(_tokens(block_d, itemsize), 4, 2, block_m=max(16, triton.next_power_of_2(group)))
+    return TileConfig(_tokens(block_d, itemsize), 4, 3, block_m=max(64, triton.next_power_of_2(group)))
+
+
+def prefill_config(block_d: int, itemsize: int, group: int, longest: int) -> TileConfig:
+    """`longest` is the largest number of queries of a row."""
+    least = max(16, triton.next_power_of_2(group))
+    rows = triton.next_power_of_2(longest * group)
+    if itemsize > 2:
+        return TileConfig(min(32, _tokens(block_d, itemsize)), 4, 2, block_m=max(least, min(rows, 32)))
+    block_m = max(least, min(rows, 128))
+    return TileConfig(_tokens(block_d, itemsize), 8 if block_m >= 128 else 4, 3, block_m=block_m)

@@ -1,0 +1,280 @@
+"""Attention of one query a row over pages, and over stored states of prefixes read elsewhere.
+
+Owns the kernel that reads each row's own tokens and finishes its output. Ignores how rows were cut
+into items (`decode_work`) and who reads shared prefixes (`prefix_attention`).
+
+A program computes one key/value head of one item. Where a row has several items, the last program
+to arrive merges all of them in order of tokens, so that results do not depend on timing.
+
+Shapes: B rows, N query heads, H head size, K key/value heads, G = N / K, W items, S prefix states a
+row, M = G padded to at least 16 query rows, D = H padded to a power of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from engine.kernels.attention_tile import add_sink, attend_reference, attend_tokens, mean_and_lse, merge_stored
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a kernel must know of a layer. 0 stands for no window and no soft-cap."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int = 0
+    softcap: float = 0.0
+    sink: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_d(self) -> int:
+        return max(16, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def constants(self) -> dict:
+        """Compile-time arguments common to the attention kernels."""
+        return dict(
+            HEADS=self.num_heads,
+            KV_HEADS=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            BLOCK_D=self.block_d,
+            PAGE=self.page_size,
+            SCALE=self.head_dim**-0.5,
+            WINDOW=self.window,
+            SOFTCAP=self.softcap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_m: int = 16
+
+
+@dataclass(slots=True)
+class States:
+    """Room for stored states: mean_INH and lse_IN, fp32."""
+
+    mean_INH: torch.Tensor
+    lse_IN: torch.Tensor
+
+    @classmethod
+    def empty(cls, leading: tuple[int, ...], heads: int, size: int, device: torch.device | str) -> States:
+        mean = torch.empty((*leading, heads, size), dtype=torch.float32, device=device)
+        return cls(mean, torch.empty((*leading, heads), dtype=torch.float32, device=device))
+
+
+def decode_reference(
+    q_BNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    shape: LayerShape,
+    sink_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out_BNH in double precision; rows of length 0 are zeros."""
+    out_BNH = torch.zeros(q_BNH.shape, dtype=torch.float64, device=q_BNH.device)
+    for row, length in enumerate(seq_lens_B.tolist()):
+        if length:
+            position_C = torch.arange(length, device=q_BNH.device)
+            pages_C = page_tables_BP[row, position_C // shape.page_size].long()
+            kv_C2KH = layer_kv[pages_C * shape.page_size + position_C % shape.page_size]
+            out_BNH[row : row + 1], _ = attend_reference(
+                q_BNH[row : row + 1],
+                kv_C2KH,
+                position_C[-1:],
+                position_C,
+                shape.window or None,
+                shape.softcap or None,
+                sink_N,
+            )
+    return out_BNH
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    sink_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    items_ptr,
+    part_ptr,
+    part_lse_ptr,
+    arrived_ptr,
+    prefix_ptr,
+    prefix_lse_ptr,
+    q_stride,
+    out_stride,
+    table_stride,
+    prefix_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK: tl.constexpr,
+    SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    item_ptr = items_ptr + item * 8
+    row = tl.load(item_ptr)
+    if row < 0:
+        return
+    lo = tl.load(item_ptr + 1)
+    hi = tl.load(item_ptr + 2)
+    split = tl.load(item_ptr + 3)
+    splits = tl.load(item_ptr + 4)
+    m_M = tl.arange(0, BLOCK_M)
+    d_D = tl.arange(0, BLOCK_D)
+    head_M = kv_head * GROUP + m_M
+    at_MD = head_M[:, None] * HEAD_DIM + d_D[None, :]
+    mask_M = m_M < GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    wide_row = row.to(tl.int64)
+    q_MD = tl.load(q_ptr + wide_row * q_stride + at_MD, mask=mask_MD, other=0.0)
+    position_M = tl.zeros([BLOCK_M], tl.int32)
+    if WINDOW > 0:
+        end = tl.load(seq_lens_ptr + row)
+        lo = tl.maximum(lo, end - WINDOW)
+        position_M += end - 1
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = attend_tokens(
+        q_MD,
+        acc_MD,
+        sum_M,
+        top_M,
+        kv_ptr + kv_head * HEAD_DIM,
+        tables_ptr + wide_row * table_stride,
+        lo,
+        hi,
+        position_M,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        PAGE,
+        SCALE,
+        SOFTCAP,
+        WINDOW,
+        False,
+        False,
+    )
+    last = split == 0
+    if splits > 1:
+        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        state = item.to(tl.int64) * HEADS
+        tl.store(part_ptr + state * HEAD_DIM + at_MD, mean_MD, mask=mask_MD)
+        tl.store(part_lse_ptr + state + head_M, lse_M, mask=mask_M)
+        tl.debug_barrier()  # every thread's state is stored before the program counts as arrived
+        arrived = tl.atomic_add(arrived_ptr + row * KV_HEADS + kv_head, 1, sem="acq_rel")
+        last = arrived == splits - 1
+        if last:
+            tl.debug_barrier()
+            tl.store(arrived_ptr + row * KV_HEADS + kv_head, 0)
+            acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            sum_M = tl.zeros([BLOCK_M], tl.float32)
+            top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            state = (item - split).to(tl.int64) * HEADS
+            for _ in range(0, splits):
+                mean_MD = tl.load(part_ptr + state * HEAD_DIM + at_MD, mask=mask_MD, other=0.0, cache_modifier=".cg")
+                lse_M = tl.load(part_lse_ptr + state + head_M, mask=mask_M, other=0.0, cache_modifier=".cg")
+                acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
+                state += HEADS
+    if last:
+        if SHARED:
+            if EARLY:
+                tl_cuda.gdc_wait()
+            state = wide_row * HEADS
+            for _ in range(0, tl.load(item_ptr + 5)):
+                lse_M = tl.load(prefix_lse_ptr + state + head_M, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
+                seen_MD = mask_MD & (lse_M > float("-inf"))[:, None]
+                mean_MD = tl.load(prefix_ptr + state * HEAD_DIM + at_MD, mask=seen_MD, other=0.0, cache_modifier=".cg")
+                acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
+                state += prefix_rows * HEADS
+        if SINK:
+            sink_M = tl.load(sink_ptr + head_M, mask=mask_M, other=0.0).to(tl.float32)
+            # A row of length 0 stays empty: its accumulator is zero whatever the sink adds to its sum.
+            acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
+        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        tl.store(out_ptr + wide_row * out_stride + at_MD, mean_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+
+
+def decode_attention(
+    q_BNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    items_W8: torch.Tensor,
+    out_BNH: torch.Tensor,
+    partial: States,
+    arrived_BK: torch.Tensor,
+    shape: LayerShape,
+    config: TileConfig,
+    sink_N: torch.Tensor | None = None,
+    prefix: States | None = None,
+    early: bool = False,
+) -> None:
+    """Write out_BNH, zeros for rows of length 0.
+
+    `partial` holds W states, `arrived_BK` int32 zeros that are zeros again afterwards. `prefix` holds
+    [S, B] states of which each row reads as many as its items say. `early` starts while the launch
+    before it, which must be the prefix kernel's, still runs (compute capability 9 and newer).
+    """
+    assert q_BNH.stride()[1:] == (shape.head_dim, 1) == out_BNH.stride()[1:], "heads of a row must be contiguous"
+    assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
+    assert partial.lse_IN.shape[0] >= items_W8.shape[0], "a state for each item"
+    shared = prefix is not None
+    prefix_states = prefix if prefix is not None else partial
+    _decode_kernel[(shape.num_kv_heads, items_W8.shape[0])](
+        q_BNH,
+        layer_kv,
+        out_BNH,
+        sink_N,
+        page_tables_BP,
+        seq_lens_B,
+        items_W8,
+        partial.mean_INH,
+        partial.lse_IN,
+        arrived_BK,
+        prefix_states.mean_INH,
+        prefix_states.lse_IN,
+        q_BNH.stride(0),
+        out_BNH.stride(0),
+        page_tables_BP.stride(0),
+        prefix_states.lse_IN.shape[1],
+        **shape.constants,
+        SINK=sink_N is not None,
+        SHARED=shared,
+        EARLY=early and shared,
+        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if early and shared else {}),
+    )

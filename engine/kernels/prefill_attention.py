@@ -1,0 +1,237 @@
+"""Causal attention of rows of any number of queries over their pages.
+
+Owns the kernel for prompt chunks (cached context plus new tokens) and for verification rows of a few
+queries. Ignores single-query rows, for which `decode_attention` is faster.
+
+A tile holds a few queries of one row with all heads of one key/value head; `tile_row_X` and
+`tile_query_X` say which. Keys may be cut into splits, whose states `merge_states` puts together.
+
+Shapes: T query tokens of all rows back to back, B rows, X tiles, N query heads, H head size,
+M = queries of a tile times heads of a group, D = H padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.attention_tile import add_sink, attend_reference, attend_tokens, mean_and_lse
+from engine.kernels.decode_attention import LayerShape, States, TileConfig
+from engine.kernels.merge_states import merge_states
+
+
+def prefill_reference(
+    q_TNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens: list[int],
+    query_lens: list[int],
+    shape: LayerShape,
+    sink_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out_TNH in double precision. Row b's queries are its last `query_lens[b]` positions."""
+    out, start = [], 0
+    for row, (length, queries) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        position_C = torch.arange(length, device=q_TNH.device)
+        pages_C = page_tables_BP[row, position_C // shape.page_size].long()
+        kv_C2KH = layer_kv[pages_C * shape.page_size + position_C % shape.page_size]
+        window, softcap = shape.window or None, shape.softcap or None
+        q_QNH = q_TNH[start : start + queries]
+        out.append(
+            attend_reference(q_QNH, kv_C2KH, position_C[length - queries :], position_C, window, softcap, sink_N)[0]
+        )
+        start += queries
+    return torch.cat(out)
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    sink_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    query_starts_ptr,
+    tile_row_ptr,
+    tile_query_ptr,
+    mean_ptr,
+    lse_ptr,
+    q_stride,
+    out_stride,
+    table_stride,
+    num_tokens,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = tl.load(tile_row_ptr + tile)
+    if row < 0:
+        return
+    first_query = tl.load(tile_query_ptr + tile)
+    query_start = tl.load(query_starts_ptr + row)
+    query_len = tl.load(query_starts_ptr + row + 1) - query_start
+    if first_query >= query_len:
+        return
+    queries = tl.minimum(query_len - first_query, QUERIES)
+    seq_len = tl.load(seq_lens_ptr + row)
+    m_M = tl.arange(0, BLOCK_M)
+    d_D = tl.arange(0, BLOCK_D)
+    query_M = tl.minimum(m_M // GROUP, queries - 1)
+    head_M = kv_head * GROUP + m_M % GROUP
+    token_M = (query_start + first_query + query_M).to(tl.int64)
+    mask_M = m_M < queries * GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    head_at_MD = head_M[:, None] * HEAD_DIM + d_D[None, :]
+    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + head_at_MD, mask=mask_MD, other=0.0)
+    first_position = seq_len - query_len + first_query
+    position_M = first_position + query_M
+    lo = 0
+    hi = first_position + queries
+    if WINDOW > 0:
+        lo = tl.maximum(first_position - WINDOW + 1, 0)
+    if SPLITS > 1:
+        length = (hi - lo + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+        lo += tl.program_id(2) * length
+        hi = tl.minimum(hi, lo + length)
+    # Whole tiles that every query sees, then the diagonal.
+    if WINDOW > 0:
+        middle = lo
+    else:
+        middle = lo + tl.maximum(tl.minimum(first_position + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    head_kv_ptr = kv_ptr + kv_head * HEAD_DIM
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    if WINDOW == 0:
+        acc_MD, sum_M, top_M = attend_tokens(
+            q_MD,
+            acc_MD,
+            sum_M,
+            top_M,
+            head_kv_ptr,
+            table_ptr,
+            lo,
+            middle,
+            position_M,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            PAGE,
+            SCALE,
+            SOFTCAP,
+            0,
+            False,
+            True,
+        )
+    acc_MD, sum_M, top_M = attend_tokens(
+        q_MD,
+        acc_MD,
+        sum_M,
+        top_M,
+        head_kv_ptr,
+        table_ptr,
+        middle,
+        hi,
+        position_M,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        PAGE,
+        SCALE,
+        SOFTCAP,
+        WINDOW,
+        True,
+        False,
+    )
+    if SPLITS > 1:
+        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        state_M = (tl.program_id(2).to(tl.int64) * num_tokens + token_M) * HEADS + head_M
+        tl.store(mean_ptr + state_M[:, None] * HEAD_DIM + d_D[None, :], mean_MD, mask=mask_MD)
+        tl.store(lse_ptr + state_M, lse_M, mask=mask_M)
+    else:
+        if SINK:
+            sink_M = tl.load(sink_ptr + head_M).to(tl.float32)
+            acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
+        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        out_MD = mean_MD.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token_M[:, None] * out_stride + head_at_MD, out_MD, mask=mask_MD)
+
+
+def prefill_attention(
+    q_TNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    query_starts_B1: torch.Tensor,
+    tile_row_X: torch.Tensor,
+    tile_query_X: torch.Tensor,
+    out_TNH: torch.Tensor,
+    shape: LayerShape,
+    config: TileConfig,
+    sink_N: torch.Tensor | None = None,
+    splits: int = 1,
+    partial: States | None = None,
+) -> None:
+    """Write out_TNH for the tokens that tiles cover.
+
+    Tile x holds queries [tile_query, tile_query + block_m // G) of its row, counted within the row;
+    tiles past a row's queries and tiles of row -1 are padding. `partial` holds [splits, T] states
+    where splits > 1, and every token must then be covered.
+    """
+    assert q_TNH.stride()[1:] == (shape.head_dim, 1) == out_TNH.stride()[1:], "heads of a token must be contiguous"
+    assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
+    assert config.block_m >= shape.group, f"a tile of {config.block_m} holds no query of {shape.group} heads"
+    _prefill_kernel[(shape.num_kv_heads, tile_row_X.shape[0], splits)](
+        q_TNH,
+        layer_kv,
+        out_TNH,
+        sink_N,
+        page_tables_BP,
+        seq_lens_B,
+        query_starts_B1,
+        tile_row_X,
+        tile_query_X,
+        partial.mean_INH if partial is not None else out_TNH,
+        partial.lse_IN if partial is not None else out_TNH,
+        q_TNH.stride(0),
+        out_TNH.stride(0),
+        page_tables_BP.stride(0),
+        q_TNH.shape[0],
+        **shape.constants,
+        SINK=sink_N is not None,
+        SPLITS=splits,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        assert partial is not None
+        merge_states(partial, splits, out_TNH, sink_N)
+
+
+def cut_tiles(query_lens: list[int], seq_lens: list[int], queries: int) -> tuple[list[int], list[int]]:
+    """(rows, first queries) of the tiles, longest contexts first so that the last to run are short."""
+    tiles = []
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        tiles += [(-(length - count + first), row, first) for first in range(0, count, queries)]
+    tiles.sort()
+    return [row for _, row, _ in tiles], [first for _, _, first in tiles]

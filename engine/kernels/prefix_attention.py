@@ -1,0 +1,171 @@
+"""Attention of many rows over the tokens they share, read once for all of them.
+
+Owns the kernel that turns a piece of a shared prefix and the rows above it into stored states.
+Ignores the rows' own tokens and the merge (`decode_attention`), and how segments become pieces
+(`engine.attention.decode_metadata`).
+
+A piece is 8 int32: first row, number of rows, first token, end token, the row whose page table names
+the pages, the index of the state it makes for its rows, and two unused. Pieces with no rows are
+padding. The rows of a piece times the heads of a group are the M dimension.
+
+Shapes: B rows, N query heads, H head size, X pieces, S states a row, M query rows of a tile, D = H
+padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from engine.kernels.attention_tile import attend_reference, attend_tokens, mean_and_lse
+from engine.kernels.decode_attention import LayerShape, States, TileConfig
+
+
+def prefix_reference(
+    q_BNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    pieces_X8: torch.Tensor,
+    num_states: int,
+    shape: LayerShape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean_SBNH, lse_SBN) in double precision, zeros and -inf where no piece writes."""
+    mean_SBNH = torch.zeros((num_states, *q_BNH.shape), dtype=torch.float64)
+    lse_SBN = torch.full((num_states, *q_BNH.shape[:2]), float("-inf"), dtype=torch.float64)
+    for first, rows, lo, hi, table_row, state, _, _ in pieces_X8.tolist():
+        position_C = torch.arange(lo, hi)
+        pages_C = page_tables_BP[table_row, position_C // shape.page_size].long()
+        kv_C2KH = layer_kv[pages_C * shape.page_size + position_C % shape.page_size]
+        for row in range(first, first + rows):
+            mean, lse = attend_reference(
+                q_BNH[row : row + 1],
+                kv_C2KH,
+                seq_lens_B[row : row + 1] - 1,
+                position_C,
+                shape.window or None,
+                shape.softcap or None,
+            )
+            mean_SBNH[state, row], lse_SBN[state, row] = mean[0], lse[0]
+    return mean_SBNH, lse_SBN
+
+
+@triton.jit
+def _prefix_kernel(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    pieces_ptr,
+    mean_ptr,
+    lse_ptr,
+    q_stride,
+    table_stride,
+    state_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    piece_ptr = pieces_ptr + tl.program_id(1) * 8
+    rows = tl.load(piece_ptr + 1)
+    if rows == 0:
+        return
+    first_row = tl.load(piece_ptr)
+    lo = tl.load(piece_ptr + 2)
+    hi = tl.load(piece_ptr + 3)
+    table_row = tl.load(piece_ptr + 4).to(tl.int64)
+    state = tl.load(piece_ptr + 5).to(tl.int64)
+    m_M = tl.arange(0, BLOCK_M)
+    d_D = tl.arange(0, BLOCK_D)
+    row_M = first_row + m_M // GROUP
+    head_M = kv_head * GROUP + m_M % GROUP
+    mask_M = m_M < rows * GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    q_at_MD = row_M.to(tl.int64)[:, None] * q_stride + head_M[:, None] * HEAD_DIM + d_D[None, :]
+    q_MD = tl.load(q_ptr + q_at_MD, mask=mask_MD, other=0.0)
+    position_M = tl.zeros([BLOCK_M], tl.int32)
+    if WINDOW > 0:
+        # A row of length 0 sees nothing and must not hold the tile back.
+        length_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
+        position_M = tl.where(length_M > 0, length_M - 1, 1 << 30)
+        lo = tl.maximum(lo, (tl.min(position_M, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = attend_tokens(
+        q_MD,
+        acc_MD,
+        sum_M,
+        top_M,
+        kv_ptr + kv_head * HEAD_DIM,
+        tables_ptr + table_row * table_stride,
+        lo,
+        hi,
+        position_M,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        PAGE,
+        SCALE,
+        SOFTCAP,
+        WINDOW,
+        False,
+        False,
+    )
+    mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+    state_M = (state * state_rows + row_M) * HEADS + head_M
+    tl.store(mean_ptr + state_M[:, None] * HEAD_DIM + d_D[None, :], mean_MD, mask=mask_MD)
+    tl.store(lse_ptr + state_M, lse_M, mask=mask_M)
+
+
+def prefix_attention(
+    q_BNH: torch.Tensor,
+    layer_kv: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    pieces_X8: torch.Tensor,
+    states: States,
+    shape: LayerShape,
+    config: TileConfig,
+    early: bool = False,
+) -> None:
+    """Write the states of `pieces_X8` into `states` ([S, B] of them), nothing for padding.
+
+    A piece has at most `config.block_m // group` rows. `early` lets the next launch start already
+    (compute capability 9 and newer).
+    """
+    assert q_BNH.stride()[1:] == (shape.head_dim, 1), "heads of a row must be contiguous"
+    assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
+    _prefix_kernel[(shape.num_kv_heads, pieces_X8.shape[0])](
+        q_BNH,
+        layer_kv,
+        page_tables_BP,
+        seq_lens_B,
+        pieces_X8,
+        states.mean_INH,
+        states.lse_IN,
+        q_BNH.stride(0),
+        page_tables_BP.stride(0),
+        states.lse_IN.shape[1],
+        **shape.constants,
+        EARLY=early,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

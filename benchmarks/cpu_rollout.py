@@ -18,6 +18,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ GROUPS, SAMPLES, GROUP_PROMPT, GROUP_NEW = 4, 8, 128, 64
 class PlainLoop:
     """Greedy decoding of one sequence with weights taken from a transformers Llama."""
 
-    def __init__(self, reference, capacity: int) -> None:
+    def __init__(self, reference: Any, capacity: int) -> None:
         config, model = reference.config, reference.model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.size, self.eps = model.layers[0].self_attn.head_dim, config.rms_norm_eps
@@ -106,7 +107,7 @@ class Sides:
         torch.set_num_threads(threads)
         config = EngineConfig(device="cpu", dtype="bfloat16", cache=CacheConfig(kv_tokens=8192, prefix_cache=True))
         self.engine = Engine.from_pretrained(folder, config)
-        self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.plain = PlainLoop(self.reference, DECODE_PROMPT + DECODE_NEW + 1)
         self._calls = 0
 

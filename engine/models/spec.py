@@ -136,7 +136,7 @@ def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures") or [by_type.get(config.get("model_type", ""), config.get("model_type"))]
     if len(named) != 1 or named[0] not in by_type.values():
         raise Unsupported(field="architectures", expected=f"one of {sorted(by_type.values())}", actual=named)
-    return named[0]
+    return str(named[0])
 
 
 def _refuse(config: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from trainer_bridge.losses.supervised import supervised_loss
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.tally import Tally
 
-
 FLOOR = 0.1
 """Share of the learning rate that a decay ends at."""
 
@@ -52,7 +51,9 @@ class OptimConfig:
         if self.learning_rate < 0:
             raise InvalidRequest(field="learning_rate", expected="0 or more", actual=self.learning_rate)
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise InvalidRequest(field="decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps)
+            raise InvalidRequest(
+                field="decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps
+            )
 
     def rate(self, done: int) -> float:
         """Share of `learning_rate` for the optimiser step after `done` of them."""
@@ -95,9 +96,7 @@ class PolicyTrainer:
         self._update()
         return total
 
-    def train_step(
-        self, samples: Sequence[TrainingSample], loss: LossConfig, max_new: int
-    ) -> dict[str, float]:
+    def train_step(self, samples: Sequence[TrainingSample], loss: LossConfig, max_new: int) -> dict[str, float]:
         """Updates on one step's samples, which carry their advantages; returns metrics.
 
         With several updates the proximal log-probabilities are taken once, before the first.
@@ -181,5 +180,3 @@ class PolicyTrainer:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-

@@ -60,7 +60,9 @@ class RolloutConfig:
                 raise InvalidRequest(field=f"rollout.{name}", expected="at least 1", actual=getattr(self, name))
         if self.temperature <= 0:
             raise InvalidRequest(
-                field="rollout.temperature", expected="more than 0: greedy groups have no variance", actual=self.temperature
+                field="rollout.temperature",
+                expected="more than 0: greedy groups have no variance",
+                actual=self.temperature,
             )
 
 

@@ -253,5 +253,3 @@ def _interruptible() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, before)
-
-

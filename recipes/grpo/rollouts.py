@@ -59,7 +59,9 @@ class Rollout:
 class Sampler:
     """Asks `client` for groups; every group's seed follows from (run seed, step, place)."""
 
-    def __init__(self, client: Generator, codec: ArithmeticCodec, config: RolloutConfig, seed: int, eos_id: int) -> None:
+    def __init__(
+        self, client: Generator, codec: ArithmeticCodec, config: RolloutConfig, seed: int, eos_id: int
+    ) -> None:
         self._client = client
         self._codec = codec
         self._config = config

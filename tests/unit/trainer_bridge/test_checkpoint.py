@@ -21,9 +21,16 @@ def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        )
     )
 
 
@@ -45,7 +52,9 @@ def test_a_resumed_trainer_reaches_the_same_weights_bit_for_bit(make_sample, tmp
     checkpoint.restore(second)
     assert second.updates == 3 and second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
     steps(second, make_sample, 3, 3)
-    for (name, value), other in zip(straight.model.state_dict().items(), second.model.state_dict().values(), strict=True):
+    for (name, value), other in zip(
+        straight.model.state_dict().items(), second.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(value, other), name
 
 
@@ -54,7 +63,10 @@ def test_only_the_newest_checkpoints_are_kept_and_partial_ones_are_not_found(tmp
     for step in (1, 2, 10):
         save_checkpoint(tmp_path, step, trainer, make_tokenizer(), {"step": step})
     (tmp_path / ".step-000099.partial").mkdir()
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["step-000002", "step-000010"]
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
+        "step-000002",
+        "step-000010",
+    ]
     assert latest_checkpoint(tmp_path).run == {"step": 10}
     with pytest.raises(InvalidRequest, match="a folder with a checkpoint"):
         latest_checkpoint(tmp_path / "nowhere")

@@ -18,9 +18,16 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=11,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            pad_token_id=0,
+        )
     ).eval()
 
 
@@ -46,9 +53,7 @@ def direct(model, sample) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 def test_case_c1_batches_give_each_sample_what_it_gets_alone(make_sample, packed) -> None:
     model = tiny_model()
-    samples = [
-        make_sample(1 + i, 7 - i, index=i, temperature=t) for i, t in enumerate([0.6, 1.0, 1.5, 0.0, 1.0, 0.3])
-    ]
+    samples = [make_sample(1 + i, 7 - i, index=i, temperature=t) for i, t in enumerate([0.6, 1.0, 1.5, 0.0, 1.0, 0.3])]
     batch = pack(samples, 20, pad_id=0) if packed else pad(samples, pad_id=0)
     with torch.no_grad():
         scored = token_logprobs(model_logits(model, batch), batch.targets_BT, batch.temperature_BT)

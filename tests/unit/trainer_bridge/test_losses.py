@@ -75,7 +75,8 @@ def spread(batch, samples, values) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"is_cap": None}, {"is_cap": 1.0, "clip_high": 0.28}, {"kl_coef": 0.1}, {"clip_low": 0.0, "clip_high": 0.0}]
+    "options",
+    [{}, {"is_cap": None}, {"is_cap": 1.0, "clip_high": 0.28}, {"kl_coef": 0.1}, {"clip_low": 0.0, "clip_high": 0.0}],
 )
 def test_loss_and_gradient_equal_the_scalar_reference(make_sample, kind, options) -> None:
     samples = samples_of(make_sample)
@@ -188,7 +189,9 @@ def test_tallies_add_up_and_absence_is_not_zero() -> None:
     assert first.mean("x") == 0.5 and math.isnan(first.mean("y"))
 
 
-@pytest.mark.parametrize("options", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"is_cap": 0.0}, {"kl_coef": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"is_cap": 0.0}, {"kl_coef": float("nan")}]
+)
 def test_bad_settings_are_refused_by_name(options) -> None:
     (name,) = options
     with pytest.raises(InvalidRequest, match=name):

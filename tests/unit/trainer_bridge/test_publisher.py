@@ -92,7 +92,14 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_bytes_survive_the_way(dtype: torch.dtype) -> None:
     tensor = torch.randn(3, 5).to(dtype)
-    for view in (tensor, tensor.t(), tensor[:, 1:4], tensor[1], torch.zeros(0, 4, dtype=dtype), torch.tensor(2.5).to(dtype)):
+    for view in (
+        tensor,
+        tensor.t(),
+        tensor[:, 1:4],
+        tensor[1],
+        torch.zeros(0, 4, dtype=dtype),
+        torch.tensor(2.5).to(dtype),
+    ):
         assert torch.equal(decode(encode("x", view)), view)
 
 
@@ -182,7 +189,9 @@ def test_case_i4_a_publisher_follows_others() -> None:
     "prefix", ["", "module.", "_orig_mod.", "base_model.model.", "module._orig_mod.", "_fsdp_wrapped_module.module."]
 )
 def test_case_b11_known_wrappers_are_stripped(prefix: str) -> None:
-    assert checkpoint_name(f"{prefix}model.layers.0.self_attn.q_proj.weight") == "model.layers.0.self_attn.q_proj.weight"
+    assert (
+        checkpoint_name(f"{prefix}model.layers.0.self_attn.q_proj.weight") == "model.layers.0.self_attn.q_proj.weight"
+    )
 
 
 def test_case_b11_inner_wrappers_are_stripped_and_others_kept() -> None:

@@ -14,7 +14,9 @@ from trainer_bridge.samples import Episode, TrainingSample, group_samples
 from trainer_bridge.staleness import StalenessFilter, lag
 
 
-def output(ids: list[int], index: int = 0, finish: str = "stop", spans: list[Span] | None = None, **options) -> SampleOutput:
+def output(
+    ids: list[int], index: int = 0, finish: str = "stop", spans: list[Span] | None = None, **options
+) -> SampleOutput:
     columns = {"logprobs": -np.arange(1, len(ids) + 1, dtype=np.float32), "logprob_definition": "processed"}
     return SampleOutput(
         index=index, ids=np.array(ids, np.uint32), finish=finish, seed=0,
@@ -45,7 +47,13 @@ def test_case_b8_samples_carry_the_versions_of_their_tokens_not_of_the_reply() -
 
 
 def test_errors_and_aborts_make_no_samples_and_keep_the_others_rewards() -> None:
-    outputs = [output([5], 0), output([6], 1, "error"), output([], 2, "abort"), output([7], 3, "length"), output([8], 4, "abort")]
+    outputs = [
+        output([5], 0),
+        output([6], 1, "error"),
+        output([], 2, "abort"),
+        output([7], 3, "length"),
+        output([8], 4, "abort"),
+    ]
     samples = group_samples([1, 2], group(outputs), [0.0, 1.0, 2.0, 3.0, 4.0], temperature=1.0)
     assert [(s.index, s.reward) for s in samples] == [(0, 0.0), (3, 3.0)]
     with pytest.raises(InvalidRequest, match="rewards: expected 5 values"):
@@ -63,7 +71,9 @@ def test_columns_of_unequal_length_or_uncovered_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="logprobs: expected 2 values"):
         group_samples([1], group([output([5, 6], logprobs=np.zeros(1, np.float32))]), [0.0], temperature=1.0)
     with pytest.raises(InvalidRequest, match="a policy version for every trained token"):
-        group_samples([1], group([output([5, 6], spans=[Span(start=0, end=1, policy_version=0)])]), [0.0], temperature=1.0)
+        group_samples(
+            [1], group([output([5, 6], spans=[Span(start=0, end=1, policy_version=0)])]), [0.0], temperature=1.0
+        )
 
 
 class Guess:
@@ -106,7 +116,9 @@ def test_an_episode_ends_at_its_last_turn_or_with_a_failed_one() -> None:
     sample = play(Guess("C"), endless, Bytes(), group_id="g", index=0, temperature=1.0, max_turns=2)
     assert sample is not None and sample.output_ids.tolist() == [65, 77, 78, 65]
     assert sample.reward == pytest.approx(-0.2)
-    failed = play(Guess("C"), lambda _: output([], finish="error"), Bytes(), group_id="g", index=0, temperature=1.0, max_turns=2)
+    failed = play(
+        Guess("C"), lambda _: output([], finish="error"), Bytes(), group_id="g", index=0, temperature=1.0, max_turns=2
+    )
     assert failed is None
 
 
@@ -135,7 +147,10 @@ def test_advantages_by_hand() -> None:
 
 
 def test_groups_are_judged_apart_and_those_without_variance_filtered(make_sample) -> None:
-    samples = [make_sample(group=g, index=i, reward=r) for i, (g, r) in enumerate([("a", 1), ("b", 5), ("a", 0), ("b", 5), ("c", 2)])]
+    samples = [
+        make_sample(group=g, index=i, reward=r)
+        for i, (g, r) in enumerate([("a", 1), ("b", 5), ("a", 0), ("b", 5), ("c", 2)])
+    ]
     assign_advantages(samples, divide_by_std=False)
     assert [s.advantage for s in samples] == [0.5, 0.0, -0.5, 0.0, 0.0]
     kept, left_out = split_zero_variance(samples)
@@ -154,7 +169,7 @@ def test_case_i4_staleness_counts_from_the_oldest_token_and_is_never_negative(ma
     keep = StalenessFilter(max_lag=2)
     assert [s.index for s in keep.apply([*queue, mixed], 57)] == [0, 1]
     assert (keep.kept, keep.dropped) == (2, 2)
-    with pytest.raises(Conflict, match="at most the trainer's 1, got 5[57]"):
+    with pytest.raises(Conflict, match=r"at most the trainer's 1, got 5[57]"):
         keep.apply(queue, 1)
     with pytest.raises(InvalidRequest, match="max_lag"):
         StalenessFilter(-1)

@@ -50,7 +50,7 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     engine: EngineConfig = EngineConfig(
         num_threads=1,
-        cache=CacheConfig(page_size=4),
+        cache=CacheConfig(page_size=4, kv_tokens=32768),
         scheduler=SchedulerConfig(max_running=256, prefill_tokens=2048),
     )
 

@@ -1,0 +1,99 @@
+"""Root-mean-square normalisation, alone and after adding to the residual stream.
+
+Owns both operations for contiguous rows. Rounds where `engine.layers.norm` does: statistics in
+fp32, the normalised value to the storage dtype before the weight multiplies it, the sum of the
+residual stream before it is normed. A row of zeros gives zeros.
+
+Shapes: T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    wide_TD = x_TD.float()
+    scale_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
+    return (wide_TD * scale_T1).to(x_TD.dtype) * weight_D
+
+
+def add_rms_norm_reference(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total_TD = x_TD + residual_TD
+    return rms_norm_reference(total_TD, weight_D, eps), total_TD
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * D
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) * (1.0 / D) + eps)
+    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row + at, (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def warps_for(width: int) -> int:
+    """Warps that leave a thread 8 to 16 elements of a row."""
+    return max(1, min(8, triton.next_power_of_2(width) // 512))
+
+
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out: torch.Tensor | None = None, warps: int | None = None
+) -> torch.Tensor:
+    """`x_TD` normed, in `out` if given (which may be `x_TD` itself)."""
+    out = torch.empty_like(x_TD) if out is None else out
+    _launch(x_TD, None, weight_D, eps, out, warps)
+    return out
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed sum, sum). The sum replaces `residual_TD` in place; `out` may be `x_TD`."""
+    out = torch.empty_like(x_TD) if out is None else out
+    _launch(x_TD, residual_TD, weight_D, eps, out, warps)
+    return out, residual_TD
+
+
+def _launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    warps: int | None,
+) -> None:
+    tokens, width = x_TD.shape
+    assert x_TD.is_contiguous() and out.is_contiguous(), "rows must be contiguous"
+    assert residual_TD is None or residual_TD.is_contiguous(), "rows must be contiguous"
+    if tokens:
+        rms_norm_kernel[(tokens,)](
+            x_TD,
+            x_TD if residual_TD is None else residual_TD,
+            weight_D,
+            out,
+            eps,
+            D=width,
+            BLOCK=triton.next_power_of_2(width),
+            ADD=residual_TD is not None,
+            num_warps=warps or warps_for(width),
+        )

@@ -1,0 +1,266 @@
+"""Where a truncated row is cut: top-k, top-p and min-p without sorting.
+
+Owns the exact search for the lowest value kept and, among ids that tie there, the last one kept,
+as `engine.sampling.truncate` defines them; then the bounds of the tiles that keep any id. Ignores
+rows that are not truncated, which it leaves at once.
+
+The search keeps two logits a <= t <= b around the threshold t. Each pass counts ids and mass at or
+above PIVOTS values between them, then moves a and b to the nearest logits that still enclose t.
+Tiles whose maximum lies below a are not read, so passes after the first are short. Mass is summed
+from fp32 weights, as on the host: where mass reaches top-p within 1e-6 of equality the cut may
+differ by the ids at the edge.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels.fast_math import fast_exp2
+from engine.kernels.sample_scan import (
+    BEST,
+    GREEDY,
+    INF,
+    LOG2_E,
+    MAX,
+    STATS,
+    SUM,
+    bound_of,
+    has_edits,
+    largest_ratio,
+    slot_of,
+    tile_ids,
+    tile_words,
+)
+
+PIVOTS = tl.constexpr(8)
+LOG_TINY = tl.constexpr(-708.396418532264)
+"""Logarithm of the smallest normal float64: ids of less mass never remain."""
+
+
+@triton.jit
+def row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS: tl.constexpr):
+    """fp32 logits after edits; -inf beyond the vocabulary."""
+    inside = ids < V
+    if EDITS:
+        if edited:
+            values = tl.load(edited_ptr + row * V + ids, mask=inside, other=-INF)
+        else:
+            values = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=-INF).to(tl.float32)
+    else:
+        values = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=-INF).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _at_least(
+    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, pivots_P, lowest, highest, scale,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Count and mass of values at or above each pivot; `lowest` is the lowest pivot."""
+    count_IP = tl.zeros((CHUNK, PIVOTS), tl.int32)
+    mass_IP = tl.zeros((CHUNK, PIVOTS), tl.float32)
+    for tile in range(tiles):
+        if tl.load(maxima_ptr + tile) >= lowest:
+            for part in range(TILE // CHUNK):
+                ids = tile * TILE + part * CHUNK + tl.arange(0, CHUNK)
+                values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+                weights = fast_exp2((values - highest) * scale)
+                above = values[:, None] >= pivots_P[None, :]
+                count_IP += above.to(tl.int32)
+                mass_IP += tl.where(above, weights[:, None], 0.0)
+    return tl.sum(count_IP, 0), tl.sum(mass_IP.to(tl.float64), 0)
+
+
+@triton.jit
+def _nearest(
+    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, low, high,
+    TILE: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """The least value at or above `low` and the greatest in [low, high), or infinities."""
+    least_I = tl.full((TILE,), INF, tl.float32)
+    greatest_I = tl.full((TILE,), -INF, tl.float32)
+    for tile in range(tiles):
+        if tl.load(maxima_ptr + tile) >= low:
+            ids = tile * TILE + tl.arange(0, TILE)
+            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            least_I = tl.minimum(least_I, tl.where(values >= low, values, INF))
+            greatest_I = tl.maximum(greatest_I, tl.where((values >= low) & (values < high), values, -INF))
+    return tl.min(least_I, 0), tl.max(greatest_I, 0)
+
+
+@triton.jit
+def _search(
+    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, low, highest, scale, needed_count,
+    needed_mass, TILE: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """The highest logit at or above which enough ids or mass lie; the lowest from `low` if none."""
+    a, b = low, highest
+    steps_P = (tl.arange(0, PIVOTS) + 1).to(tl.float32) * (1.0 / PIVOTS)
+    while a < b:
+        pivots_P = tl.where(tl.arange(0, PIVOTS) == PIVOTS - 1, b, tl.minimum(a + (b - a) * steps_P, b))
+        count_P, mass_P = _at_least(
+            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, pivots_P, tl.min(pivots_P, 0),
+            highest, scale, TILE, CHUNK, EDITS,
+        )  # fmt: skip
+        enough_P = (count_P >= needed_count) & (mass_P >= needed_mass)
+        new_a = tl.maximum(tl.max(tl.where(enough_P, pivots_P, -INF), 0), a)
+        new_b = tl.min(tl.where(enough_P, INF, pivots_P), 0)
+        if new_b == INF:
+            a = b
+        else:
+            least, greatest = _nearest(
+                logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, new_a, new_b, TILE, EDITS
+            )
+            a, b = least, tl.maximum(least, greatest)
+    return a
+
+
+@triton.jit
+def _around(
+    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, value, highest, scale,
+    TILE: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Count and mass strictly above a value, and the count of ids that equal it."""
+    count_I = tl.zeros((TILE,), tl.int32)
+    mass_I = tl.zeros((TILE,), tl.float32)
+    equal_I = tl.zeros((TILE,), tl.int32)
+    for tile in range(tiles):
+        if tl.load(maxima_ptr + tile) >= value:
+            ids = tile * TILE + tl.arange(0, TILE)
+            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            above = values > value
+            count_I += above.to(tl.int32)
+            mass_I += tl.where(above, fast_exp2((values - highest) * scale), 0.0)
+            equal_I += (values == value).to(tl.int32)
+    return tl.sum(count_I, 0), tl.sum(mass_I.to(tl.float64), 0), tl.sum(equal_I, 0)
+
+
+@triton.jit
+def _last_tied(
+    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, value, kept,
+    TILE: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """The id of the `kept`-th value equal to `value`."""
+    found = V
+    for tile in range(tiles):
+        if (kept > 0) & (tl.load(maxima_ptr + tile) >= value):
+            ids = tile * TILE + tl.arange(0, TILE)
+            equal = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS) == value
+            ordinal = tl.cumsum(equal.to(tl.int32), 0)
+            found = tl.minimum(found, tl.min(tl.where(equal & (ordinal == kept), ids, V), 0))
+            kept -= tl.sum(equal.to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def is_kept(values, ids, threshold, last_tied):
+    """Whether ids remain; `threshold` is float64."""
+    wide = values.to(tl.float64)
+    return (wide > threshold) | ((wide == threshold) & (ids <= last_tied))
+
+
+@triton.jit
+def sample_threshold_kernel(
+    logits_ptr, edited_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr,
+    min_until_ptr, first_id, logits_stride, V, tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
+    BIAS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
+    if slot < 0:
+        return
+    wide_temperature = tl.load(temperature_ptr + slot)
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+    if (wide_temperature < GREEDY) | ((top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)):
+        return
+    stats_ptr += row * (STATS * tiles)
+    maxima_ptr = stats_ptr + MAX * tiles
+    at = tl.arange(0, TILES)
+    maxima_T = tl.load(maxima_ptr + at, mask=at < tiles, other=-INF)
+    highest = tl.max(maxima_T, 0)
+    if (highest == INF) | (highest == -INF) | (highest != highest):
+        return
+    inverse = 1.0 / wide_temperature.to(tl.float32)
+    scale = inverse * LOG2_E
+    position = tl.load(position_ptr + slot)
+    edited = row < 0
+    if EDITS:
+        edited, _penalised, _masked = has_edits(
+            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
+            BIAS, STOPS,
+        )  # fmt: skip
+    sums_T = tl.load(stats_ptr + SUM * tiles + at, mask=at < tiles, other=0.0)
+    total = tl.sum(tl.where(sums_T > 0.0, sums_T * fast_exp2((maxima_T - highest) * scale), 0.0).to(tl.float64), 0)
+    log_floor = tl.maximum(tl.where(min_p > 0.0, tl.log(min_p), LOG_TINY), LOG_TINY)
+    floor = highest.to(tl.float64) + wide_temperature * log_floor
+    threshold, kept, equal = (floor - 1.0).to(tl.float32), V, V
+    lowest = (highest.to(tl.float64) + wide_temperature * LOG_TINY).to(tl.float32)
+    by_count = ((top_k > 0) & (top_k < V)).to(tl.int32)
+    if (by_count > 0) & (top_k <= tiles):
+        ranked_T = tl.sort(maxima_T, descending=True)
+        lowest = tl.maximum(lowest, tl.max(tl.where(at == top_k - 1, ranked_T, -INF), 0))
+    # Once by count, then once by mass, each if asked.
+    for stage in range(1 - by_count, 1 + (top_p < 1.0).to(tl.int32)):
+        needed_count, needed_mass = top_k, total * 0.0
+        if stage == 1:
+            needed_count, needed_mass = 0, top_p * total
+            spare = tl.log((1.0 - top_p) * total / V) - 1e-3
+            start = (highest.to(tl.float64) + wide_temperature * tl.maximum(spare, log_floor)).to(tl.float32)
+            lowest = tl.minimum(tl.maximum(start, lowest), highest)
+        edge = _search(
+            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, lowest, highest, scale,
+            needed_count, needed_mass, TILE, CHUNK, EDITS,
+        )  # fmt: skip
+        above, mass, tied = _around(
+            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, edge, highest, scale, TILE, EDITS
+        )
+        each = fast_exp2((edge - highest) * scale).to(tl.float64)
+        edge_kept = tl.minimum(top_k - above, tied)
+        if stage == 1:
+            edge_kept = tl.ceil(tl.minimum((needed_mass - mass) / each, tied * 1.0)).to(tl.int32)
+            edge_kept = tl.maximum(tl.minimum(edge_kept, tied), 1)
+            edge_kept = tl.where(edge == threshold, tl.minimum(kept, edge_kept), edge_kept)
+        total = mass + edge_kept * each
+        lowest, threshold, kept, equal = edge, edge, edge_kept, tied
+    cut = threshold.to(tl.float64)
+    last_tied = V
+    if floor > cut:
+        cut = floor
+    elif kept < equal:
+        last_tied = _last_tied(
+            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, threshold, kept, TILE, EDITS
+        )
+    _bound_kept(
+        logits_ptr, edited_ptr, stats_ptr, record_ptr, row, logits_stride, V, tiles, edited, cut, last_tied, highest,
+        inverse, tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, TILE, EDITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _bound_kept(
+    logits_ptr, edited_ptr, stats_ptr, record_ptr, row, logits_stride, V, tiles, edited, cut, last_tied, highest,
+    inverse, seed, position, first_id, TILE: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Each tile's bound over the ids kept, their mass, and its first moment."""
+    mass_N8 = tl.zeros((TILE // 8, 8), tl.float32)
+    moment_N8 = tl.zeros((TILE // 8, 8), tl.float32)
+    for tile in range(tiles):
+        best = -INF
+        if tl.load(stats_ptr + MAX * tiles + tile).to(tl.float64) >= cut:
+            ids = tile_ids(tile, TILE)
+            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            kept = is_kept(values, ids, cut, last_tied)
+            exponent = tl.where(kept, (values - highest) * inverse, -INF)
+            weights = fast_exp2(exponent * LOG2_E)
+            mass_N8 += weights
+            moment_N8 += tl.where(weights > 0.0, weights * exponent, 0.0)
+            words = tile_words(seed, position, first_id, tile, TILE)
+            best = bound_of(largest_ratio(weights, words), highest, inverse)
+        tl.store(stats_ptr + BEST * tiles + tile, best)
+    tl.store(record_ptr + row * 4, cut)
+    tl.store(record_ptr + row * 4 + 1, (last_tied * 1.0).to(tl.float64))
+    tl.store(record_ptr + row * 4 + 2, tl.sum(tl.sum(mass_N8.to(tl.float64), 1), 0))
+    tl.store(record_ptr + row * 4 + 3, tl.sum(tl.sum(moment_N8.to(tl.float64), 1), 0))

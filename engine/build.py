@@ -83,7 +83,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         limits=EngineLimits(spec.vocab_size, spec.context_len, num_pages * page_size, config.scheduler.max_waiting),
         pages=PageManager(cache, allocator, table, pool, page_size),
         cache=cache,
-        runner=ModelRunner(model, pool, backend, config.deterministic),
+        runner=_runner(model, pool, backend, config.deterministic),
         sampler=Sampler(spec.vocab_size, device),
         memory=MemoryTags(model, pool, cache),
         counters=EngineCounters(),
@@ -91,13 +91,13 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     )
 
 
-def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend) -> ModelRunner:
-    if backend.name == "triton" and pool.device.type == "cuda":
+def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
+    if backend.name == "triton":
         from engine.attention.triton import TritonAttention
 
         assert isinstance(backend, TritonAttention)
         return FusedRunner(model, pool, backend)
-    return ModelRunner(model, pool, backend)
+    return ModelRunner(model, pool, backend, deterministic)
 
 
 def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Stepper:

@@ -1,10 +1,11 @@
-"""Bursts of decode steps as replays of captured CUDA graphs.
+"""Bursts of decode steps from fused kernels, as replays of captured CUDA graphs.
 
 Owns the tiers of batch sizes, capture on first use, and the host's part of a burst: slots, page
 tables and shared prefixes in, replays, results out. Ignores what rows mean and when bursts run.
 
 A step is one replay: gather, forward, draw, advance, all over a vector of slots. Lengths, stops
-and sampling live on the device, so a captured graph serves any content of its tier.
+and sampling live on the device, so a captured graph serves any content of its tier. Without a GPU
+the same launches run one by one, interpreted, for tests.
 
 Shapes: B rows of a tier, P page-table columns, N query heads, H head size.
 """
@@ -12,6 +13,7 @@ Shapes: B rows of a tier, P page-table columns, N query heads, H head size.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +47,9 @@ def tiers_up_to(most: int) -> list[int]:
 
 @dataclass(slots=True)
 class Captured:
-    """One tier's graph and the buffers it reads."""
+    """One tier's step, as a graph's replay where there are graphs, and the buffers it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     slots_B: torch.Tensor
     metadata: DecodeMetadata
 
@@ -75,7 +77,7 @@ class GraphStepper:
         self._pool = kv_pool
         self._tiers = tiers_up_to(max_rows)
         self._captured: dict[tuple[int, bool], Captured] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle() if kv_pool.device.type == "cuda" else None
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device)
         # The largest buffers come first: those of smaller tiers then lie inside them.
@@ -96,7 +98,7 @@ class GraphStepper:
         if captured.metadata.prefix is not None:
             captured.metadata.set_prefixes(prefixes)
         for _ in range(steps):
-            captured.graph.replay()
+            captured.replay()
         self.rows += rows * steps
         self.padded_rows += tier * steps
         return HostCopy(self._table, captured.slots_B[:rows])
@@ -152,19 +154,24 @@ class GraphStepper:
             sample_rows(self._forward.logits(hidden_BD), columns, drawn, self._workspace)
             advance_rows(table, slots_B, drawn)
 
-        # Padding alone runs here, so nothing is touched; it compiles kernels and warms libraries.
-        with torch.inference_mode():
-            side = torch.cuda.Stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
-                step()
         self.captures += 1
-        captured = self._captured[tier, shared] = Captured(graph, slots_B, metadata)
+        replay = self._record(step) if self._memory is not None else step
+        captured = self._captured[tier, shared] = Captured(replay, slots_B, metadata)
         return captured
+
+    @torch.inference_mode()
+    def _record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture a step. Every slot is padding meanwhile, so that nothing is touched; the run
+        before the capture compiles kernels and warms libraries up."""
+        stream = torch.cuda.Stream(self._pool.device)
+        stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self._pool.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            step()
+        return graph.replay
 
 
 def _head(drawn: SampleOut, rows: int) -> SampleOut:
@@ -180,4 +187,5 @@ def _head(drawn: SampleOut, rows: int) -> SampleOut:
 
 
 def _pinned(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor

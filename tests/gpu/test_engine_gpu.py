@@ -1,0 +1,82 @@
+"""The engine on a GPU: captured graphs and overlapped bursts give the serial loop's tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def work():
+    stops = list(range(0, 512, 17))
+    yield ask("greedy", prompt(9), max_new=20)
+    yield ask("group", prompt(50), n=9, max_new=30, temperature=1.0, seed=3)
+    yield ask("stop", prompt(3, 40), n=4, max_new=60, temperature=0.7, top_k=5, seed=4, stop_ids=stops)
+    yield ask("nucleus", prompt(30, 90), n=3, max_new=25, temperature=1.3, top_p=0.8, min_p=0.02, seed=5)
+    for row in range(20):
+        yield ask(f"row-{row}", prompt(5 + 7 * row, 10 + row), max_new=10 + row, temperature=1.0, seed=row)
+
+
+def assert_equal(groups, others):
+    for group, other in zip(groups, others, strict=True):
+        for a, b in zip(group.samples, other.samples, strict=True):
+            assert a.ids.tolist() == b.ids.tolist(), group.group_id
+            assert a.finish == b.finish and a.spans == b.spans
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("model", ["t_full", "t_tied", "t_qwen3"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs_equal_the_serial_loop(model, page_size, request):
+    folder = request.getfixturevalue(model)
+    fields = dict(page_size=page_size, kv_tokens=16384, max_running=32, prefill_tokens=128)
+    fast = make_engine(folder, device="cuda", loop="overlapped", attention="triton", burst=8, **fields)
+    serial = make_engine(folder, device="cuda", loop="serial", attention="torch", **fields)
+    plain = make_engine(folder, device="cpu", **fields)
+    groups = fast.generate(list(work()))
+    assert_equal(groups, serial.generate(list(work())))
+    assert_equal(groups, plain.generate(list(work())))
+    assert_sample_is_reference(folder, prompt(9), groups[0].samples[0], 20)
+    assert_equal(fast.generate(list(work())), groups)
+    fast.check()
+
+
+def test_shared_prefixes_equal_plain(t_full, monkeypatch):
+    """Reading a prefix once gives what reading it per sample gives."""
+    import engine.attention.decode_metadata as metadata
+
+    ids = np.arange(200, dtype=np.uint32) % 500
+    work = [ask("g", ids, n=24, max_new=40, temperature=1.0, seed=1)]
+    fields = dict(device="cuda", loop="overlapped", attention="triton", page_size=8, kv_tokens=16384, max_running=32)
+    plain = make_engine(t_full, **fields).generate(work)
+    monkeypatch.setattr(metadata, "MIN_SAVED_BYTES", 0)
+    monkeypatch.setattr(metadata, "MIN_SAVED_SEGMENT_BYTES", 0)
+    engine = make_engine(t_full, **fields)
+    shared = engine.generate(work)
+    assert any(is_shared for _, is_shared in engine._loop._stepper._captured)
+    for a, b in zip(shared[0].samples, plain[0].samples, strict=True):
+        assert a.ids.tolist() == b.ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+
+
+def test_updates_reach_captured_graphs(t_full, t_full_w1):
+    engine = make_engine(t_full, device="cuda", loop="overlapped", attention="triton")
+    (before,) = engine.generate([ask("g", prompt(16), max_new=24)])
+    assert_sample_is_reference(t_full, prompt(16), before.samples[0], 24)
+    update(engine, t_full_w1, 1)
+    (after,) = engine.generate([ask("g", prompt(16), max_new=24)])
+    assert_sample_is_reference(t_full_w1, prompt(16), after.samples[0], 24)
+
+
+def test_random_schedules_on_the_gpu(t_full, t_full_w1, monkeypatch):
+    from tests import support
+    from tests.unit.engine.test_fuzz import fuzz
+
+    plain = support.engine_config
+    monkeypatch.setattr(support, "engine_config", lambda **fields: plain(**({"device": "cuda"} | fields)))
+    assert fuzz([t_full, t_full_w1], range(10), "overlapped", operations=40) > 30

@@ -30,6 +30,9 @@ MIN_SAVED_BYTES = 12 << 20
 MIN_SAVED_SEGMENT_BYTES = 256 << 10
 """A prefix that saves less is not worth its pieces."""
 
+WAVES = 3
+"""Programs a multiprocessor should have to choose from where rows are few or of unequal length."""
+
 FIXED_SPLITS = 16
 FIXED_MIN_SPLIT = 256
 
@@ -174,19 +177,19 @@ def lay_out_prefixes(
         if end > first:
             segments.append((prefix.start, prefix.end, first, end))
             own_start[prefix.start : prefix.end] = [end] * (prefix.end - prefix.start)
-    wanted = -(-2 * size.processors // size.num_kv_heads)
-    work = sum(-(-(stop - start) // per_tile) * (end - first) for start, stop, first, end in segments)
-    length = max(MIN_PREFIX_PIECE, -(-work // wanted))
-    length = -(-length // tiles.block_n) * tiles.block_n
+    wanted = triton.cdiv(2 * size.processors, size.num_kv_heads)
+    work = sum(triton.cdiv(stop - start, per_tile) * (end - first) for start, stop, first, end in segments)
+    length = max(MIN_PREFIX_PIECE, triton.cdiv(work, wanted))
+    length = triton.cdiv(length, tiles.block_n) * tiles.block_n
     pieces: list[list[int]] = []
     for start, stop, first, end in segments:
         state = parts[start]
         room = (max_states - state + 1) // 2 if len(segments) > 1 else max_states
         if room < 1:
             return None
-        count = min(-(-(end - first) // length), room)
-        piece = -(-(-(-(end - first) // count)) // tiles.block_n) * tiles.block_n
-        count = -(-(end - first) // piece)
+        count = min(triton.cdiv(end - first, length), room)
+        piece = triton.cdiv(triton.cdiv(end - first, count), tiles.block_n) * tiles.block_n
+        count = triton.cdiv(end - first, piece)
         for split in range(count):
             lo, hi = first + split * piece, min(first + (split + 1) * piece, end)
             for row in range(start, stop, per_tile):
@@ -218,12 +221,14 @@ def decode_buffers(
     """Buffers for batches of up to `max_rows`, all rows of length 0. `tables` is a table to use or the
     number of columns of a new one; `num_items` and `max_pieces` bound a batch known in advance."""
     decode_tiles, prefix_tiles = tiles
-    extra = -(-3 * size.processors // size.num_kv_heads) + max_rows // 4
+    extra = triton.cdiv(WAVES * size.processors, size.num_kv_heads) + max_rows // 4
     if num_items is None:
         num_items = max_rows * fixed_splits if fixed_splits else max_rows + extra
     if max_pieces is None:
         per_tile = prefix_tiles.block_m // size.group
-        max_pieces = -(-max_rows // per_tile) + max_rows // 4 + -(-2 * size.processors // size.num_kv_heads)
+        max_pieces = (
+            triton.cdiv(max_rows, per_tile) + max_rows // 4 + triton.cdiv(2 * size.processors, size.num_kv_heads)
+        )
     pieces = max_pieces if shared else 0
     packed = torch.zeros(2 * max_rows + ITEM * pieces, dtype=torch.int32, device=device)
     states_bytes = max_rows * size.num_heads * (size.head_dim + 1) * 4

@@ -17,7 +17,8 @@ def _tokens(block_d: int, itemsize: int) -> int:
 
 
 def decode_config(block_d: int, itemsize: int) -> TileConfig:
-    return TileConfig(block_n=_tokens(block_d, itemsize), num_warps=4, num_stages=3)
+    """Five stages: page ids, keys and values that depend on them and are loaded two tiles ahead."""
+    return TileConfig(block_n=_tokens(block_d, itemsize), num_warps=4, num_stages=5)
 
 
 def prefix_config(block_d: int, itemsize: int, group: int) -> TileConfig:

@@ -105,7 +105,18 @@ def decode_reference(
     return out_BNH
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "prefix_rows"],
+    do_not_specialize_on_alignment=[
+        "sink_ptr",
+        "tables_ptr",
+        "seq_lens_ptr",
+        "items_ptr",
+        "arrived_ptr",
+        "part_lse_ptr",
+        "prefix_lse_ptr",
+    ],
+)
 def _decode_kernel(
     q_ptr,
     kv_ptr,

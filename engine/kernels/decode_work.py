@@ -35,10 +35,11 @@ def cut_rows_reference(
     items = []
     for row, own in enumerate(owns):
         pieces = fixed_splits or extra
-        length = max(min_split, -(-(-(-(own if fixed_splits else sum(owns)) // pieces)) // multiple) * multiple)
-        count = max(1, -(-own // length))
-        length = max(-(-(-(-own // count)) // multiple) * multiple, multiple)
-        count = max(1, -(-own // length))
+        wanted = triton.cdiv(own if fixed_splits else sum(owns), pieces)
+        length = max(min_split, triton.cdiv(wanted, multiple) * multiple)
+        count = max(1, triton.cdiv(own, length))
+        length = max(triton.cdiv(triton.cdiv(own, count), multiple) * multiple, multiple)
+        count = max(1, triton.cdiv(own, length))
         parts = int(prefix_parts_B[row]) if ends[row] > 0 else 0
         for split in range(count):
             first = ends[row] - own + split * length
@@ -52,7 +53,10 @@ def _ceil_div(a, b):
     return (a + b - 1) // b
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items", "extra"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "own_start_ptr", "prefix_parts_ptr"],
+)
 def _cut_kernel(
     seq_lens_ptr,
     own_start_ptr,

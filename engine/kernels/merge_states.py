@@ -26,7 +26,10 @@ def merge_reference(mean_STNH: torch.Tensor, lse_STN: torch.Tensor, sink_N: torc
     return (weights_STN[..., None] * mean_STNH.double().masked_fill(weights_STN[..., None] == 0, 0.0)).sum(0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_states", "num_tokens"],
+    do_not_specialize_on_alignment=["lse_ptr", "sink_ptr"],
+)
 def _merge_kernel(
     mean_ptr,
     lse_ptr,

@@ -45,7 +45,18 @@ def prefill_reference(
     return torch.cat(out)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=[
+        "sink_ptr",
+        "tables_ptr",
+        "seq_lens_ptr",
+        "query_starts_ptr",
+        "tile_row_ptr",
+        "tile_query_ptr",
+        "lse_ptr",
+    ],
+)
 def _prefill_kernel(
     q_ptr,
     kv_ptr,

@@ -52,7 +52,10 @@ def prefix_reference(
     return mean_SBNH, lse_SBN
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "state_rows"],
+    do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "pieces_ptr", "lse_ptr"],
+)
 def _prefix_kernel(
     q_ptr,
     kv_ptr,

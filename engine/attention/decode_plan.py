@@ -170,5 +170,8 @@ class DecodePlanner:
         source = [lane * width + i for lane, rows in enumerate(groups) for i in range(len(rows))]
         rows = [row for rows in groups for row in rows]
         return SharedTile(
-            arena.views(), rows_LM, torch.tensor(source, device=device), torch.tensor(rows, device=device)
+            arena.views(),
+            rows_LM,
+            torch.tensor(source, dtype=torch.long, device=device),
+            torch.tensor(rows, dtype=torch.long, device=device),
         )

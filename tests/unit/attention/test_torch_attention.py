@@ -132,7 +132,7 @@ class Duel:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_random_schedules(page_size: int, dtype: torch.dtype, seed: int) -> None:
     duel = Duel(page_size, seed, dtype, min_saved_tokens=1, lane_fraction=0.05 if seed % 2 else 0.5)
     running: list[FakeRow] = []

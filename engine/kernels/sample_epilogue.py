@@ -119,9 +119,8 @@ def sample_pick_kernel(
     nan = float("nan")
     raw = tl.load(logits_ptr + row * logits_stride + token).to(tl.float64)
     value = raw
-    if EDITS:
-        if edited:
-            value = tl.load(edited_ptr + row * V + token).to(tl.float64)
+    if edited:
+        value = tl.load(edited_ptr + row * V + token).to(tl.float64)
     raw_lse = raw_highest.to(tl.float64) + tl.log(raw_total)
     logprob = raw - raw_lse
     scaled, processed = logprob, logprob
@@ -147,9 +146,8 @@ def sample_pick_kernel(
     if ENTROPY:
         tl.store(entropy_ptr + row, tl.where(good, tl.log(total) - moment / total, nan).to(tl.float32))
     if COUNT:
-        if penalised & good:
-            seen = tl.load(counts_ptr + slot * V + token)
-            tl.store(counts_ptr + slot * V + token, seen + 2)
+        seen = tl.load(counts_ptr + slot * V + token)
+        tl.store(counts_ptr + slot * V + token, seen + 2, mask=penalised & good)
 
 
 def sample_rows(

@@ -105,6 +105,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int), f"{token} is one token"
+    return found
+
+
 class ArithmeticCodec:
     """Renders messages with nothing around their text (`trainer_bridge.environment.TextCodec`)."""
 
@@ -116,4 +122,6 @@ class ArithmeticCodec:
         return self._tokenizer.encode(text, add_special_tokens=first)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        assert isinstance(text, str), "one sequence decodes to one text"
+        return text

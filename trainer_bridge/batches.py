@@ -60,12 +60,17 @@ class Batch:
     attention_mask: Tensor | None
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {
-            name: None if value is None else value.to(device)
-            for name in self.__slots__
-            for value in [getattr(self, name)]
-        }
-        return Batch(**moved)
+        return Batch(
+            ids_BT=self.ids_BT.to(device),
+            positions_BT=self.positions_BT.to(device),
+            targets_BT=self.targets_BT.to(device),
+            mask_BT=self.mask_BT.to(device),
+            rollout_logprobs_BT=self.rollout_logprobs_BT.to(device),
+            advantages_BT=self.advantages_BT.to(device),
+            temperature_BT=self.temperature_BT.to(device),
+            sample_tokens_BT=self.sample_tokens_BT.to(device),
+            attention_mask=None if self.attention_mask is None else self.attention_mask.to(device),
+        )
 
 
 def pad(samples: Sequence[TrainingSample], pad_id: int) -> Batch:

@@ -7,6 +7,7 @@ refuses every name it does not know, so nothing here may drop or guess one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,8 @@ def checkpoint_tensors(weights: Weights) -> dict[str, Tensor]:
     two different tensors end up with one name.
     """
     if isinstance(weights, nn.Module):
-        items: Iterable[tuple[str, Tensor]] = weights.state_dict().items()
-    elif isinstance(weights, Mapping):
-        items = weights.items()
-    else:
-        items = weights
+        weights = weights.state_dict()
+    items = cast("Iterable[tuple[str, Tensor]]", weights.items() if isinstance(weights, Mapping) else weights)
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[object, ...]] = set()
     for raw_name, value in items:

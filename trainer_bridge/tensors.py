@@ -49,7 +49,7 @@ def decode(named: NamedTensor) -> Tensor:
 
 def specify(named: NamedTensor) -> TensorSpec:
     """Announces these bytes in a manifest."""
-    digest = hashlib.sha256(np.ascontiguousarray(named.data)).hexdigest()
+    digest = hashlib.sha256(np.ascontiguousarray(named.data).data).hexdigest()
     return TensorSpec(name=named.name, dtype=named.dtype, shape=list(named.shape), digest=digest)
 
 

@@ -122,7 +122,7 @@ class PolicyTrainer:
         metrics = derived_metrics(tally)
         metrics["actor/pg_loss"] = tally.numerator("actor/pg_loss") / len(norms)
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = self.scheduler.get_last_lr()[0]
+        metrics["actor/lr"] = float(self.scheduler.get_last_lr()[0])
         metrics["actor/skipped_updates"] = float(self.skipped)
         return metrics
 

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from engine.config import describe
-from recipes.arithmetic import ArithmeticCodec, make_questions, make_tokenizer
+from recipes.arithmetic import EOS, PAD, ArithmeticCodec, make_questions, make_tokenizer, token_id
 from recipes.grpo.config import GrpoConfig
 from recipes.grpo.order import Order
 from recipes.grpo.progress import Display, note, steps_table, summary_table
@@ -57,11 +59,12 @@ class GrpoRun:
         device = torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
         self.device = device if config.device == "auto" else torch.device(config.device)
         if checkpoint is None:
-            self.model = make_policy(config.model, self.tokenizer, config.seed).to(self.device)
+            self.model: PreTrainedModel = make_policy(config.model, self.tokenizer, config.seed)
             self.state = RunState(run_id=uuid.uuid4().hex[:8], settings=describe(config))
         else:
             self.state = RunState.from_dict(checkpoint.run, config)
-            self.model = load_policy(checkpoint.policy).to(self.device)
+            self.model = load_policy(checkpoint.policy)
+        nn.Module.to(self.model, self.device)
         self.order = Order(config.seed, self.state.asked)
         self.staleness = StalenessFilter(config.rollout.max_lag)
         self.history: list[dict[str, float]] = []
@@ -142,7 +145,7 @@ class GrpoRun:
     def _trainer(self) -> PolicyTrainer:
         """The GRPO trainer: of the checkpoint, or with a fresh optimiser after the warm-up."""
         config = self.config
-        pad_id = self.tokenizer.convert_tokens_to_ids("<pad>")
+        pad_id = token_id(self.tokenizer, PAD)
         if self.checkpoint is not None:
             trainer = PolicyTrainer(self.model, config.optim, pad_id)
             self.checkpoint.restore(trainer)
@@ -167,7 +170,7 @@ class GrpoRun:
 
     @property
     def _eos_id(self) -> int:
-        return self.tokenizer.convert_tokens_to_ids("<eos>")
+        return token_id(self.tokenizer, EOS)
 
     def _evaluate(self, sampler: Sampler) -> float:
         reward = sampler.evaluate(self.questions.held_out)

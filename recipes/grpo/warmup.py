@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.types import Span
-from recipes.arithmetic import ArithmeticCodec, Question, TaskConfig, demonstration
+from recipes.arithmetic import BOS, EOS, PAD, ArithmeticCodec, Question, TaskConfig, demonstration, token_id
 from recipes.grpo.config import ModelConfig, WarmupConfig
 from trainer_bridge.environment import Message
 from trainer_bridge.samples import TrainingSample
@@ -30,9 +30,9 @@ def make_policy(config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: i
             max_position_embeddings=config.context,
             initializer_range=config.initializer_range,
             tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=token_id(tokenizer, BOS),
+            eos_token_id=token_id(tokenizer, EOS),
+            pad_token_id=token_id(tokenizer, PAD),
         )
     )
 

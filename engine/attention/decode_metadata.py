@@ -105,6 +105,8 @@ class DecodeMetadata:
     prefix_tiles: TileConfig
     extra: int
     fixed_splits: int
+    early: bool = False
+    """Whether the own-token kernel starts while the prefix kernel runs (compute capability 9 on)."""
     prefix: States | None = None
     packed: torch.Tensor | None = field(default=None, repr=False)
     """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of."""

@@ -119,6 +119,7 @@ class TritonAttention:
                 prefix,
                 shape,
                 metadata.prefix_tiles,
+                metadata.early,
             )
         decode_attention(
             q_BNH,
@@ -133,6 +134,7 @@ class TritonAttention:
             metadata.decode_tiles,
             sink_N,
             prefix,
+            metadata.early,
         )
 
     # The eager form.

@@ -23,7 +23,7 @@ def decode_config(block_d: int, itemsize: int) -> TileConfig:
 
 def prefix_config(block_d: int, itemsize: int, group: int) -> TileConfig:
     if itemsize > 2:
-        return TileConfig(_tokens(block_d, itemsize), 4, 2, block_m=max(16, triton.next_power_of_2(group)))
+        return TileConfig(16, 4, 2, block_m=max(16, triton.next_power_of_2(group)))
     return TileConfig(_tokens(block_d, itemsize), 4, 3, block_m=max(64, triton.next_power_of_2(group)))
 
 
@@ -32,6 +32,7 @@ def prefill_config(block_d: int, itemsize: int, group: int, longest: int) -> Til
     least = max(16, triton.next_power_of_2(group))
     rows = triton.next_power_of_2(longest * group)
     if itemsize > 2:
-        return TileConfig(min(32, _tokens(block_d, itemsize)), 4, 2, block_m=max(least, min(rows, 32)))
+        # Without tensor cores operands live in registers: larger tiles spill.
+        return TileConfig(16, 4, 2, block_m=least)
     block_m = max(least, min(rows, 128))
     return TileConfig(_tokens(block_d, itemsize), 8 if block_m >= 128 else 4, 3, block_m=block_m)

@@ -5,6 +5,8 @@ Owns the gather. An id of -1 (a padded row) gives zeros; ids are otherwise trust
 Shapes: T tokens, V vocabulary, D width.
 """
 
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

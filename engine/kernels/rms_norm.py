@@ -7,6 +7,8 @@ residual stream before it is normed. A row of zeros gives zeros.
 Shapes: T tokens, D width.
 """
 
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

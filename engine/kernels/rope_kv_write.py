@@ -9,6 +9,8 @@ Shapes: T tokens, N query heads, K key/value heads, H head size, C positions, S 
 `engine.layers.rotary.Rotary`'s tables: the first half of a sine row is negated.
 """
 
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

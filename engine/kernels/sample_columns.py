@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 TILE = 2048
 """Token ids one program of the scan reads."""
@@ -82,11 +81,15 @@ class SampleOut:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(rows, dtype=dtype, device=device)
 
-        single = torch.float32
-        logprobs = [column(single) for _ in range(4)]
-        bad = column(torch.uint8)
         return SampleOut(
-            column(torch.int64), *logprobs, column(torch.float64), bad, column(single) if entropy else None
+            ids_B=column(torch.int64),
+            raw_B=column(torch.float32),
+            temperature_B=column(torch.float32),
+            processed_B=column(torch.float32),
+            lse_B=column(torch.float32),
+            score_B=column(torch.float64),
+            bad_B=column(torch.uint8),
+            entropy_B=column(torch.float32) if entropy else None,
         )
 
 
@@ -104,7 +107,7 @@ class SampleWorkspace:
     def empty(
         rows: int, vocab_size: int, device: torch.device | str, edits: bool = False, tile: int = TILE
     ) -> SampleWorkspace:
-        tiles = triton.cdiv(vocab_size, tile)
+        tiles = -(-vocab_size // tile)
         return SampleWorkspace(
             torch.zeros(rows, NUM_STATS, tiles, dtype=torch.float32, device=device),
             torch.zeros(rows, 4, dtype=torch.float64, device=device),

@@ -10,6 +10,8 @@ Two launches, three where a row may be truncated; all of fixed shape, without ho
 and reductions are ordered. Shapes: B rows, V vocabulary, T tiles.
 """
 
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -76,7 +78,7 @@ def sample_pick_kernel(
     penalised = row < 0
     if EDITS:
         edited, penalised, _masked = has_edits(
-            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
+            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
             BIAS, STOPS,
         )  # fmt: skip
     stats_ptr += row * (STATS * tiles)
@@ -172,6 +174,7 @@ def sample_rows(
     assert rows <= workspace.stats_BNT.shape[0], f"{rows} rows, workspace for {workspace.stats_BNT.shape[0]}"
     assert triton.cdiv(vocab, workspace.tile) == tiles, f"vocabulary {vocab} does not fit the workspace's {tiles} tiles"
     assert edits is None or workspace.edited_BV is not None, "edits need a workspace with room for them"
+    assert edits is None or edits.bias_ids_SN.shape[1] * edits.stop_ids_SN.shape[1] > 0, "lists need one column"
     assert columns.first_id % 8 == 0, f"first id {columns.first_id} is not a multiple of 8"
     if rows == 0:
         return out

@@ -78,7 +78,7 @@ def bound_of(ratio, base, inverse_temperature):
 
 @triton.jit
 def has_edits(
-    slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
+    slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
     BIAS: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """Whether this slot's logits are edited at this position, and whether by penalties."""
@@ -158,7 +158,7 @@ def sample_scan_kernel(
     best = raw_max
     if EDITS:
         edited, penalised, masked = has_edits(
-            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
+            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
             BIAS, STOPS,
         )  # fmt: skip
         if edited:

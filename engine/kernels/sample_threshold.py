@@ -11,6 +11,8 @@ from fp32 weights, as on the host: where mass reaches top-p within 1e-6 of equal
 differ by the ids at the edge.
 """
 
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
@@ -189,7 +191,7 @@ def sample_threshold_kernel(
     edited = row < 0
     if EDITS:
         edited, _penalised, _masked = has_edits(
-            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
+            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
             BIAS, STOPS,
         )  # fmt: skip
     sums_T = tl.load(stats_ptr + SUM * tiles + at, mask=at < tiles, other=0.0)

@@ -177,7 +177,8 @@ class Fleet:
 
     async def _load(self, handle: Any, name: str) -> int:
         try:
-            accepted, value = await asyncio.wait_for(handle.start.remote(), self.config.fleet.start_timeout_s)
+            async with asyncio.timeout(self.config.fleet.start_timeout_s):
+                accepted, value = await handle.start.remote()
         except TimeoutError:
             raise DeadlineExceeded(
                 field="fleet.start_timeout_s", expected=f"{name} loaded in time", actual="still loading"
@@ -238,7 +239,8 @@ class Fleet:
             return
         if gently:
             try:
-                await asyncio.wait_for(handle.stop.remote(), _STOP_TIMEOUT_S)
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await handle.stop.remote()
             except (TimeoutError, RayError):
                 logger.info("engine %d is ended by force", place.index)
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
@@ -272,7 +274,8 @@ class Fleet:
 
     async def _look(self, replica: Replica, missed: dict[str, int]) -> None:
         try:
-            health = await asyncio.wait_for(replica.service.health(), self.config.fleet.health_timeout_s)
+            async with asyncio.timeout(self.config.fleet.health_timeout_s):
+                health = await replica.service.health()
         except TimeoutError:
             missed[replica.name] = missed.get(replica.name, 0) + 1
             if missed[replica.name] >= _MISSED_HEALTH:

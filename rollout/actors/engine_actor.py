@@ -140,7 +140,8 @@ class EngineActor:
         if turn > self._turn:
             future = self._waiting[turn] = asyncio.get_running_loop().create_future()
             try:
-                await asyncio.wait_for(future, TURN_TIMEOUT_S)
+                async with asyncio.timeout(TURN_TIMEOUT_S):
+                    await future
             except TimeoutError:
                 logger.error("a call to engine %s before number %d never came", self._config.engine_id, turn)
             finally:

@@ -96,7 +96,8 @@ class Membership:
     async def changed(self, timeout_s: float) -> bool:
         """Wait for the next change; False when none came in time."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             return False
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -116,29 +116,29 @@ def _describe(folder: Path) -> str:
     return "neither"
 
 
-def open_update_folder(uri: str, allowed_roots: Sequence[Path]) -> Path:
-    """The local folder an update names, if it lies under an allowed root with all it holds.
+def open_update_folder(uri: str, root: Path | None) -> Path:
+    """The local folder an update names, if it lies under `root` with all it holds.
 
-    Takes absolute local paths only. Whatever is wrong (a hub id, a URL, traversal, a link that
+    Takes absolute local paths only; without a root, none. Whatever is wrong (a hub id, a URL, traversal, a link that
     leaves the root, a missing folder), the refusal is one and the same, so that it tells nothing
     about what exists outside.
     """
-    refusal = InvalidRequest(field="uri", expected="an absolute local folder under an allowed root", actual="another")
+    if root is None:
+        raise InvalidRequest(field="uri", expected="no disk updates: no root is configured for them", actual="one")
+    refusal = InvalidRequest(field="uri", expected="an absolute local folder under the allowed root", actual="another")
     if not isinstance(uri, str) or not uri.startswith("/") or "\0" in uri or re.match(r"[a-zA-Z][\w+.-]*:", uri):
         raise refusal
     path = Path(uri)
     if ".." in path.parts:
         raise refusal
     try:
-        roots = [Path(root).resolve(strict=True) for root in allowed_roots]
-        lexical = [Path(root).absolute() for root in allowed_roots] + roots
-        if not any(path.is_relative_to(root) for root in lexical):
+        real = root.resolve(strict=True)
+        if not (path.is_relative_to(root.absolute()) or path.is_relative_to(real)):
             raise refusal
         folder = path.resolve(strict=True)
-        root = next((root for root in roots if folder.is_relative_to(root)), None)
-        if root is None or not folder.is_dir():
+        if not folder.is_relative_to(real) or not folder.is_dir():
             raise refusal
-        if not all(entry.resolve(strict=True).is_relative_to(root) for entry in folder.iterdir()):
+        if not all(entry.resolve(strict=True).is_relative_to(real) for entry in folder.iterdir()):
             raise refusal
     except (OSError, ValueError, RuntimeError):
         raise refusal from None

@@ -28,13 +28,13 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
+from engine.weights.folder import open_update_folder
 from rollout.actors.engine_thread import EngineThread
 from rollout.actors.streams import EventQueue, GroupStream, Push
 from rollout.actors.text_front import TextFront
 from rollout.metrics import exposition
 from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
 from rollout.routing.sessions import SessionTable
-from rollout.routing.update_folder import resolve_update_folder
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -157,9 +157,12 @@ class EngineHost:
         before = await self._thread.call(partial(_pause, mode=mode))
         report = self._thread.poll(lambda engine: engine.pause_report if engine.quiescent else None)
         try:
-            return await asyncio.wait_for(report, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await report
         except TimeoutError:
-            await self._thread.call(lambda engine: engine.pause(before) if before else engine.resume())
+            late = await self._thread.call(partial(_take_back, before=before))
+            if late is not None:
+                return late
             raise DeadlineExceeded(
                 field="timeout_s", expected=f"quiescent within {timeout_s} s", actual="samples still running"
             ) from None
@@ -171,7 +174,7 @@ class EngineHost:
         return await self._thread.call(lambda engine: engine.update_begin(begin))
 
     async def update_disk(self, txn: str, uri: str) -> UpdateProgress:
-        folder = resolve_update_folder(uri, self._update_root)
+        folder = open_update_folder(uri, self._update_root)
         return await self._thread.call(lambda engine: engine.update_stage_folder(txn, folder))
 
     async def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
@@ -276,6 +279,17 @@ def _pause(engine: Engine, mode: PauseMode) -> PauseMode | None:
     before = engine.paused
     engine.pause(mode)
     return before
+
+
+def _take_back(engine: Engine, before: PauseMode | None) -> PauseReport | None:
+    """Undo a pause that is not quiescent, back to the one `before`; the report of one that is."""
+    if engine.quiescent:
+        return engine.pause_report
+    if before is None:
+        engine.resume()
+    else:
+        engine.pause(before)
+    return None
 
 
 def _describe(engine: Engine) -> dict[str, object]:

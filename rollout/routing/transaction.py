@@ -17,12 +17,12 @@ import msgspec
 
 from engine.errors import Conflict, Corrupt, NotFound, SparkrollError, Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from engine.weights.folder import open_update_folder
 from rollout.protocol import VersionReport
 from rollout.routing.errors import Behind, EngineLost
 from rollout.routing.fanout import everyone, outcomes
 from rollout.routing.recipe import PolicyRecipe
 from rollout.routing.replica import Membership, Replica
-from rollout.routing.update_folder import resolve_update_folder
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class FleetUpdates:
     async def stage_disk(self, txn: str, uri: str) -> UpdateProgress:
         async with self._lock:
             self._require(txn)
-            folder = resolve_update_folder(uri, self._update_root)
+            folder = open_update_folder(uri, self._update_root)
             progress = await self._stage(lambda service: service.update_disk(txn, str(folder)))
             await asyncio.to_thread(self._recipe.add_folder, folder)
             return progress

@@ -52,6 +52,13 @@ def test_case_n1_nothing_that_unpickles_is_imported(package):
             assert "weights_only=True" in call, f"{path.relative_to(ROOT)}: {call}"
 
 
+@pytest.mark.parametrize("package", ORDER)
+def test_waiting_with_a_limit_never_swallows_a_cancellation(package):
+    """`asyncio.wait_for` of Python 3.11 does when both fall together; `asyncio.timeout` does not."""
+    for path in modules(package):
+        assert "asyncio.wait_for(" not in path.read_text(), path.relative_to(ROOT)
+
+
 @pytest.mark.parametrize("package", [*ORDER, "benchmarks"])
 def test_every_module_says_what_it_owns(package):
     for path in modules(package):

@@ -130,7 +130,7 @@ class Router(FleetControl):
         return msgspec.structs.replace(request, sampling=_with_seeds(request))
 
     async def _place(self, live: _Live, key: bytes, deadline: float | None) -> Replica | None:
-        """Wait for the gate and for an engine. None when the group was aborted meanwhile."""
+        """Wait out a pause, and for an engine. None when the group was aborted meanwhile."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._replacement_s
         while not live.aborted.is_set():

@@ -6,6 +6,7 @@ of a call that failed half way ends with engines that agree: reopened, rolled ba
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -43,14 +44,24 @@ class FleetControl:
                 self._membership, self._membership.routable(), lambda service: service.pause(mode, timeout_s)
             )
         except BaseException:
-            if previous is None:
-                await self._reopen(None)
+            await self._take_back(previous, timeout_s)
             raise
         return PauseReport(
             in_flight=sum(report.in_flight for report in reports.values()),
             retracted=sum(report.retracted for report in reports.values()),
             aborted=sum(report.aborted for report in reports.values()),
         )
+
+    async def _take_back(self, previous: PauseMode | None, timeout_s: float) -> None:
+        """After a pause that some engine refused: all are as they were before it."""
+        if previous is None:
+            await self._reopen(None)
+            return
+        self._membership.paused = previous
+        with contextlib.suppress(EngineLost):
+            await outcomes(
+                self._membership, self._membership.routable(), lambda service: service.pause(previous, timeout_s)
+            )
 
     async def resume(self, expected_policy_version: int | None) -> None:
         current = self._membership.policy_version
@@ -63,7 +74,7 @@ class FleetControl:
                 raise result
 
     async def _reopen(self, expected_policy_version: int | None) -> dict[Replica, SparkrollError | None]:
-        """Resume every engine, then open the gate; an engine that will not resume is fenced, so
+        """Resume every engine, then let groups in; an engine that will not resume is fenced, so
         that nobody waits on it."""
         replicas = self._membership.routable()
         try:

@@ -17,6 +17,7 @@ from engine.types import (
     CacheHit,
     GroupOutput,
     NamedTensor,
+    PauseMode,
     PauseReport,
     SampleDelta,
     SampleOutput,
@@ -52,7 +53,8 @@ class CountingService:
         self.policy_version = version
         self.dead = False
         self.fenced = False
-        self.paused = False
+        self.paused: PauseMode | None = None
+        self.refuse_pause: SparkrollError | None = None
         self.refuse_commit: SparkrollError | None = None
         self.refuse_stage: SparkrollError | None = None
         self.decoded = 0
@@ -159,7 +161,10 @@ class CountingService:
 
     async def pause(self, mode, timeout_s: float) -> PauseReport:
         self._alive()
-        self.paused = True
+        if self.refuse_pause is not None:
+            refusal, self.refuse_pause = self.refuse_pause, None
+            raise refusal
+        self.paused = mode
         aborted = 0
         if mode == "abort":
             aborted = len(await self.abort(None))
@@ -167,7 +172,7 @@ class CountingService:
 
     async def resume(self, expected_policy_version: int | None) -> None:
         self._alive()
-        self.paused = False
+        self.paused = None
 
     async def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
         self._alive()

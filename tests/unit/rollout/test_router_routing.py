@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from engine.errors import Conflict, Draining, InvalidRequest, NotFound
+from engine.errors import Conflict, DeadlineExceeded, Draining, InvalidRequest, NotFound
 from engine.sampling.seeds import derive_seed
 from engine.types import AdapterRef, GroupRequest, SampleResume, SamplingParams, ScoreRequest
 from rollout.metrics import merge_exposition
@@ -196,6 +196,20 @@ def test_control_calls_reach_everyone_and_add_up() -> None:
         assert (await router.health()).state == "ready" and not any(service.paused for service in services)
         services[1].kill()
         assert await router.flush("all") == 20, "a lost engine is left out"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("before", [None, "retract"])
+def test_a_pause_that_one_engine_refuses_leaves_all_as_they_were(before) -> None:
+    async def run() -> None:
+        services, router, membership = make_fleet(3)
+        if before is not None:
+            await router.pause(before, 1.0)
+        services[1].refuse_pause = DeadlineExceeded("samples still running")
+        with pytest.raises(DeadlineExceeded):
+            await router.pause("drain", 1.0)
+        assert [membership.paused, *(service.paused for service in services)] == [before] * 4
 
     asyncio.run(run())
 

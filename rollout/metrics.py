@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -55,11 +54,6 @@ def exposition(
     registry = CollectorRegistry()
     registry.register(_Fixed(families))  # type: ignore[arg-type]
     return generate_latest(registry).decode()
-
-
-def engine_exposition(stats: Any, labels: Mapping[str, str]) -> str:
-    """Prometheus text of an engine's `EngineStats`."""
-    return exposition("engine", dataclasses.asdict(stats.counters), dataclasses.asdict(stats.gauges), labels)
 
 
 def merge_exposition(texts: Iterable[str]) -> str:

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts, make_stepper
 from engine.cache.key import Namespace
+from engine.collector import Collector
 from engine.config import EngineConfig
-from engine.errors import Conflict, Corrupt, InvalidRequest, Overloaded, Paused, SparkrollError
+from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
 from engine.memory.allocator import PageState
 from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
+from engine.pausing import PauseState, check_mode
 from engine.policy import PolicyState
-from engine.request import Group, GroupSink, Sample, SampleState, StopWatcher
-from engine.sampling.params import RowSampling
-from engine.sampling.seeds import derive_seed, fresh_seed
+from engine.request import Group, GroupSink, SampleState, StopWatcher
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.jobs import ScoreJob
@@ -36,8 +37,6 @@ from engine.types import (
     NamedTensor,
     PauseMode,
     PauseReport,
-    SampleDelta,
-    SampleOutput,
     ScoreOutput,
     ScoreRequest,
     UpdateBegin,
@@ -46,8 +45,6 @@ from engine.types import (
 )
 from engine.validation import validate_group, validate_score
 from engine.weights.digest import model_digest
-
-PAUSE_MODES = ("drain", "abort", "retract", "in_place")
 
 
 class Engine:
@@ -71,11 +68,10 @@ class Engine:
         self.policy = PolicyState(parts.model)
         self._groups: dict[str, Group] = {}
         self._arrivals = 0
-        self._pause_mode: PauseMode | None = None
-        self._pause_report = PauseReport(in_flight=0, retracted=0, aborted=0)
         self._last_commit: tuple[str, UpdateReport] | None = None
         self._scheduler = Scheduler(parts.config.scheduler, parts.pages, parts.counters, self._namespace)
         self._committer = Committer(self._scheduler, self._groups, parts.counters, lambda: self.policy.version)
+        self._pause = PauseState(self._scheduler, self._abort_all)
         builder = BatchBuilder(parts.pages.table, parts.pages.page_size, parts.device)
         serial = SerialLoop(self._scheduler, builder, parts.runner, parts.sampler, self._committer, parts.counters)
         self._loop: SerialLoop | OverlappedLoop = serial
@@ -106,21 +102,24 @@ class Engine:
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
         """Run the engine until these requests are answered, beside whatever else it holds."""
         self._refuse_while_stopped()
-        sinks = [_Collector() for _ in requests]
-        for request, sink in zip(requests, sinks, strict=True):
-            self.add_group(request, sink)
-        while any(sink.group is None and sink.error is None for sink in sinks):
+        sinks = [Collector() for _ in requests]
+        added: list[str] = []
+        try:
+            for request, sink in zip(requests, sinks, strict=True):
+                self.add_group(request, sink)
+                added.append(request.group_id)
+        except SparkrollError:
+            self.abort(added)
+            raise
+        while not all(sink.ended for sink in sinks):
             progressed = self.step()
             assert progressed, "work is queued but no step is possible"
-        for sink in sinks:
-            if sink.error is not None:
-                raise sink.error
-        return [sink.group for sink in sinks if sink.group is not None]
+        return [sink.result() for sink in sinks]
 
     def step(self) -> bool:
         """One iteration. False when there is nothing that may run now."""
         self.policy.expire()
-        if self.policy.fenced or self._parts.memory.missing or self._pause_mode not in (None, "drain"):
+        if self.policy.fenced or self._parts.memory.missing or not self._pause.lets_steps:
             return False
         return self._loop.step()
 
@@ -129,9 +128,9 @@ class Engine:
         """Whether a step could do something."""
         if self.policy.fenced or self._parts.memory.missing:
             return False
-        if self._pause_mode == "drain":
+        if self._pause.mode == "drain":
             return not self.quiescent
-        return self._pause_mode is None and (self._loop.in_flight or not self._scheduler.idle)
+        return self._pause.mode is None and (self._loop.in_flight or not self._scheduler.idle)
 
     def flush_deltas(self) -> None:
         """Send the tokens since the last flush to the sinks that want them."""
@@ -159,12 +158,9 @@ class Engine:
         self._refuse_while_stopped()
         validate_score(request, self.limits)
         self.counters.scored_tokens += sum(len(ids) - request.start for ids in request.sequences)
-        self._scheduler.add_scoring(
-            [
-                ScoreTask(ids.astype(np.int32), self._scoring_namespace, make, done)
-                for ids, make, done in job.start(request, lambda: self.policy.version)
-            ]
-        )
+        tasks = job.start(request, lambda: self.policy.version)
+        space = self._scoring_namespace
+        self._scheduler.add_scoring([ScoreTask(ids.astype(np.int32), space, make, done) for ids, make, done in tasks])
 
     def score(self, request: ScoreRequest) -> ScoreOutput:
         """Log-probabilities of given tokens; runs the engine until they are there."""
@@ -178,58 +174,40 @@ class Engine:
     # --- pausing ----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Close the gate; `pause_report` has the result once `quiescent`. Later requests wait.
+        """Begin a pause; `pause_report` has the result once `quiescent`. Later requests wait.
 
         drain: what has begun runs to its end (keep calling `step`). abort: everything held ends
         now. retract: running samples go back to the queue, their pages to the cache. in_place:
         everything freezes with its pages. Pausing again in the same mode does nothing, in another
         one goes on from there.
         """
-        if mode not in PAUSE_MODES:
-            raise InvalidRequest(field="mode", expected=f"one of {PAUSE_MODES}", actual=mode)
-        if mode == self._pause_mode:
-            return
-        self._loop.settle()
-        self._pause_mode = mode
-        scheduler = self._scheduler
-        scheduler.draining = mode == "drain"
-        retracted = aborted = 0
-        if mode == "abort":
-            aborted = sum(group.unfinished for group in self._groups.values())
-            self.abort()
-        elif mode == "retract":
-            retracted = len(scheduler.running)
-            for sample in list(scheduler.running):
-                scheduler.retract(sample)
-            scheduler.reset_prefills()
-        in_flight = len(scheduler.running) + len(scheduler.prefills)
-        self._pause_report = PauseReport(in_flight=in_flight, retracted=retracted, aborted=aborted)
+        check_mode(mode)
+        if mode != self._pause.mode:
+            self._loop.settle()
+            self._pause.begin(mode)
 
     @property
     def quiescent(self) -> bool:
         """Paused, and nothing that the mode lets run is left."""
-        if self._pause_mode is None:
-            return False
-        return self._pause_mode != "drain" or not (self._loop.in_flight or self._scheduler.has_begun_work)
+        return self._pause.quiescent(self._loop.in_flight)
 
     @property
     def pause_report(self) -> PauseReport:
-        return self._pause_report
+        return self._pause.report
 
     @property
     def paused(self) -> PauseMode | None:
-        return self._pause_mode
+        return self._pause.mode
 
     def resume(self, expected_policy_version: int | None = None) -> None:
-        """Open the gate. Refused while an update is open; without a pause it does nothing."""
+        """End a pause. Refused while an update is open, once quiescent; without a pause it does nothing."""
         if expected_policy_version is not None and expected_policy_version != self.policy.version:
             raise Conflict(
                 field="expected_policy_version", expected=self.policy.version, actual=expected_policy_version
             )
-        if self._pause_mode is not None and self.policy.pending is not None:
+        if self.quiescent and self.policy.pending is not None:
             raise Conflict(f"update {self.policy.pending!r} is open: commit it or roll it back, then resume")
-        self._pause_mode = None
-        self._scheduler.draining = False
+        self._pause.end()
 
     # --- updates --------------------------------------------------------------------------------
 
@@ -252,13 +230,13 @@ class Engine:
         paused in place, and their tokens are marked `mixed_kv`; otherwise they are retracted
         and computed again under the new weights. Tokens already sampled keep their labels.
         """
-        if self._last_commit is not None and self._last_commit[0] == txn:
+        if self._last_commit is not None and self._last_commit[0] == txn != self.policy.pending:
             return self._last_commit[1]
         began = time.perf_counter()
         try:
             begin, prepared = self.policy.prepare(txn)
             self._loop.settle()
-            keep = begin.kv_policy == "keep" or self._pause_mode == "in_place"
+            keep = begin.kv_policy == "keep" or self._pause.mode == "in_place"
             retracted = self._leave_version(keep)
             self.policy.commit(txn)
         except SparkrollError as error:
@@ -328,7 +306,7 @@ class Engine:
             return "fenced"
         if self._parts.memory.missing:
             return "released"
-        if self._pause_mode is not None:
+        if self._pause.mode is not None:
             return "paused"
         return "updating" if self.policy.pending is not None else "ready"
 
@@ -349,23 +327,13 @@ class Engine:
     def check(self) -> None:
         """Assert that every page, pin and slot is accounted for. Cheap enough when idle."""
         self._loop.settle()
-        pages = self._parts.pages
-        pages.allocator.check()
-        pages.cache.check()
-        pages.table.check()
-        held = [s.sequence for s in self._scheduler.running if s.sequence]
-        held += [prefill.sequence for prefill in self._scheduler.prefills]
-        assert len(held) == pages.table.num_slots - pages.table.num_free, "a slot is held by nobody"
-        private = sum(int(pages.table.num_pages_S[s.slot]) - s.receipt.length // pages.page_size for s in held)
-        assert private == pages.allocator.count(PageState.PRIVATE), "a private page is held by nobody"
+        held = [sample.sequence for sample in self._scheduler.running if sample.sequence]
+        self._parts.pages.check(held + [prefill.sequence for prefill in self._scheduler.prefills])
 
     # --- inside ---------------------------------------------------------------------------------
 
     def _admit_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher]) -> Group:
-        if self.policy.fenced:
-            raise Corrupt(f"this engine is fenced: {self.policy.fenced}")
-        if self._parts.memory.missing:
-            raise Paused(f"memory is released: {sorted(self._parts.memory.missing)}")
+        self._refuse_while_unable()
         validate_group(request, self.limits)
         if request.group_id in self._groups:
             raise Conflict(field="group_id", expected="an id no live group has", actual=request.group_id)
@@ -373,45 +341,25 @@ class Engine:
             raise Conflict(
                 field="min_policy_version", expected=f"at most {self.policy.version}", actual=request.min_policy_version
             )
-        entries = {entry.index: entry for entry in request.resume or []}
-        indices = sorted(entries) if entries else range(request.n)
-        if len(self._scheduler.waiting) + len(indices) > self.limits.max_waiting:
-            raise Overloaded(
-                field="queue",
-                expected=f"at most {self.limits.max_waiting} waiting samples",
-                actual=len(self._scheduler.waiting) + len(indices),
-                retry_after_ms=1000,
-            )
+        refuse_overload(request, len(self._scheduler.waiting), self.limits.max_waiting)
         self._arrivals += 1
-        group = Group(request, request.prompt_ids.astype(np.int32), sink, self._arrivals)
-        seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
-        for index in indices:
-            seeds = request.sampling.seeds
-            resumed = entries[index].ids.tolist() if index in entries else []
-            row = RowSampling(
-                request.sampling,
-                request.want,
-                seeds[index] if seeds else derive_seed(seed, index),
-                group.prompt,
-                self._parts.model.spec.eos_ids,
-                resumed,
-            )
-            watcher = watchers.get(index)
-            if resumed and watcher is not None:
-                watcher.observe(resumed)
-            group.samples.append(
-                Sample(group, index, row.seed, row, resumed, len(resumed), watcher, delivered=len(resumed))
-            )
-        group.unfinished = len(group.samples)
-        return group
+        return make_group(request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids)
 
-    def _refuse_while_stopped(self) -> None:
-        """For calls that run the loop themselves and would wait for ever."""
+    def _abort_all(self) -> int:
+        held = sum(group.unfinished for group in self._groups.values())
+        self.abort()
+        return held
+
+    def _refuse_while_unable(self) -> None:
         if self.policy.fenced:
             raise Corrupt(f"this engine is fenced: {self.policy.fenced}")
         if self._parts.memory.missing:
             raise Paused(f"memory is released: {sorted(self._parts.memory.missing)}")
-        if self._pause_mode is not None:
+
+    def _refuse_while_stopped(self) -> None:
+        """For calls that run the loop themselves and would wait for ever."""
+        self._refuse_while_unable()
+        if self._pause.mode is not None:
             raise Paused("generation is paused: resume first")
 
     def _leave_version(self, keep: bool) -> int:
@@ -449,25 +397,3 @@ class Engine:
         shared = self.config.cache.prefix_cache
         layout = self._parts.layout if shared else f"{self._parts.layout} score {self._arrivals}"
         return Namespace(epoch=self._parts.cache.current_epoch, layout=layout)
-
-
-class _Collector:
-    """A sink that keeps the reply."""
-
-    wants_deltas = False
-
-    def __init__(self) -> None:
-        self.group: GroupOutput | None = None
-        self.error: SparkrollError | None = None
-
-    def on_delta(self, deltas: list[SampleDelta]) -> None:
-        pass
-
-    def on_sample(self, sample: SampleOutput) -> None:
-        pass
-
-    def on_group(self, group: GroupOutput) -> None:
-        self.group = group
-
-    def on_error(self, error: SparkrollError) -> None:
-        self.error = error

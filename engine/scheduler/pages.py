@@ -77,10 +77,10 @@ class PageManager:
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for `num_tokens` in all; False, with nothing changed, when there is none."""
-        missing = self.pages_for(num_tokens) - int(self.table.num_pages_S[sequence.slot])
+        held = int(self.table.num_pages_S[sequence.slot])
+        missing = self.pages_for(num_tokens) - held
         if missing <= 0:
             return True
-        held = int(self.table.num_pages_S[sequence.slot])
         last = int(self.table.pages_SP[sequence.slot, held - 1]) if held else 0
         pages = self._alloc(missing, 0, after=last)
         if pages is None:
@@ -137,6 +137,15 @@ class PageManager:
     def available(self) -> int:
         """Pages that are free or could be evicted."""
         return self.allocator.num_free + self.cache.evictable_pages
+
+    def check(self, held: list[Sequence]) -> None:
+        """Assert that every page, pin and slot is accounted for, where `held` are all open sequences."""
+        self.allocator.check()
+        self.cache.check()
+        self.table.check()
+        assert len(held) == self.table.num_slots - self.table.num_free, "a slot is held by nobody"
+        private = sum(int(self.table.num_pages_S[s.slot]) - s.receipt.length // self.page_size for s in held)
+        assert private == self.allocator.count(PRIVATE), "a private page is held by nobody"
 
     def _alloc(self, count: int, spare: int, after: int = 0) -> np.ndarray | None:
         if count <= 0:

@@ -30,10 +30,10 @@ class Match:
     differ, `structural` is the branch point at which the coming prefill should keep a state.
     """
 
-    __slots__ = ("limited_by", "namespace", "node", "num_bytes", "structural", "tokens", "usable", "version")
+    __slots__ = ("changes", "limited_by", "namespace", "node", "num_bytes", "structural", "tokens", "usable")
 
     def __init__(
-        self, namespace: Namespace, tokens: bytes, num_bytes: int, node: Node | None, structural: int, version: int
+        self, namespace: Namespace, tokens: bytes, num_bytes: int, node: Node | None, structural: int, changes: int
     ) -> None:
         self.namespace = namespace
         self.tokens = tokens
@@ -42,7 +42,7 @@ class Match:
         self.structural = structural
         self.usable = structural
         self.limited_by = ""
-        self.version = version
+        self.changes = changes
 
     def __repr__(self) -> str:
         return f"Match(structural={self.structural}, usable={self.usable}, limited_by={self.limited_by!r})"

@@ -63,11 +63,11 @@ class PrefixCache:
         length -= length % tree.page_bytes
         root = tree.roots.get(namespace)
         if root is None:
-            return Match(namespace, tokens, length, None, 0, tree.version)
+            return Match(namespace, tokens, length, None, 0, tree.changes)
         node, pos, child, common = tree.descend(root, tokens, 0, length)
         if child is not None:
             node = child
-        found = Match(namespace, tokens, length, node, (pos + common) // TOKEN_BYTES, tree.version)
+        found = Match(namespace, tokens, length, node, (pos + common) // TOKEN_BYTES, tree.changes)
         if tree.picky:
             found.node, found.usable, found.limited_by = tree.usable(node, found.structural)
         return found
@@ -75,7 +75,7 @@ class PrefixCache:
     def acquire(self, match: Match) -> Receipt:
         """Pin what `match` found, or what is there by now if the tree has changed since."""
         tree = self.tree
-        if match.version != tree.version:
+        if match.changes != tree.changes:
             match = self.match(match.namespace, match.tokens, match.num_bytes // TOKEN_BYTES)
         length = match.usable
         node = match.node if length else tree.root(match.namespace)

@@ -35,8 +35,8 @@ class RadixTree:
         self.doomed: dict[Root, None] = {}
         self.queues: dict[int, LeafQueue] = {}
         """By epoch; evicted in ascending order."""
-        self.version = 0
-        """Changes whenever an earlier walk might now go elsewhere."""
+        self.changes = 0
+        """Counts what may send an earlier walk elsewhere."""
         self.clock = 0
         self.num_nodes = 0
         self.total_bytes = 0
@@ -132,7 +132,7 @@ class RadixTree:
         del self.roots[root.namespace]
         root.doomed = True
         self.doomed[root] = None
-        self.version += 1
+        self.changes += 1
 
     def split(self, node: Node, at: int) -> tuple[Node, Callable[[], None]]:
         """Cut `node` after `at` bytes; the new upper half and what undoes the cut.
@@ -155,14 +155,14 @@ class RadixTree:
         node.parent = upper
         parent.children[key] = upper
         self.num_nodes += 1
-        self.version += 1
+        self.changes += 1
 
         def undo() -> None:
             parent.children[key] = node
             node.parent, node.edge, node.data = parent, edge, data
             upper.parent = None
             self.num_nodes -= 1
-            self.version += 1
+            self.changes += 1
 
         return upper, undo
 
@@ -174,7 +174,7 @@ class RadixTree:
         node.stamp = self.clock
         self.num_nodes += 1
         self.total_bytes += len(edge)
-        self.version += 1
+        self.changes += 1
         return node
 
     def remove_child(self, node: Node) -> None:
@@ -185,7 +185,7 @@ class RadixTree:
         node.parent = None
         self.num_nodes -= 1
         self.total_bytes -= len(node.edge)
-        self.version += 1
+        self.changes += 1
 
     def grow(self, node: Node, edge: bytes, data: list[Any]) -> None:
         """Lengthen a pinned leaf; `data` are its new values."""
@@ -194,7 +194,7 @@ class RadixTree:
         node.data = data
         self.total_bytes += len(edge)
         self.pinned_bytes += len(edge)
-        self.version += 1
+        self.changes += 1
 
     def shrink(self, node: Node, edge: bytes, data: list[Any]) -> None:
         """Undo `grow`, given what the node had before."""
@@ -204,7 +204,7 @@ class RadixTree:
         node.data = data
         self.total_bytes -= cut
         self.pinned_bytes -= cut
-        self.version += 1
+        self.changes += 1
 
     def append(self, node: Node, tokens: bytes, payload: Any) -> Node:
         """Put `tokens`, of which nothing is known below `node`, there; the node that ends them.
@@ -348,14 +348,14 @@ class RadixTree:
         node.edge = node.edge[:keep]
         node.end -= cut // TOKEN_BYTES
         self.total_bytes -= cut
-        self.version += 1
+        self.changes += 1
 
     def _drop(self, victims: list[Node]) -> None:
         """Account for nodes already taken out of their parents, and free what they held."""
         if not victims:
             return
         self.num_nodes -= len(victims)
-        self.version += 1
+        self.changes += 1
         for node in victims:
             node.parent = None
             self.total_bytes -= len(node.edge)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache import Namespace, PrefixCache, Receipt
-from engine.cache.full import FullAttention
-from engine.cache.node import Node
 from engine.memory.allocator import PageAllocator, PageState
+from tests.unit.cache.faults import FaultyFullAttention, Injected, fingerprint
 
 IDENTITIES = [
     Namespace(),
@@ -26,59 +25,6 @@ IDENTITIES = [
     Namespace(adapter="a", adapter_rev=1),
     Namespace(adapter="a1"),
 ]
-
-
-class Injected(Exception):
-    pass
-
-
-class FaultyFullAttention(FullAttention):
-    """Full attention whose n-th call from now raises; `fuse` None never does."""
-
-    fuse: int | None = None
-
-    def _burn(self) -> None:
-        if self.fuse is not None:
-            self.fuse -= 1
-            if self.fuse < 0:
-                raise Injected
-
-    def attach(self, payload, start, end):
-        self._burn()
-        return super().attach(payload, start, end)
-
-    def grow(self, data, payload, start, end):
-        self._burn()
-        return super().grow(data, payload, start, end)
-
-    def overlap(self, data, payload, start, end):
-        self._burn()
-        return super().overlap(data, payload, start, end)
-
-    def split(self, data, at):
-        self._burn()
-        return super().split(data, at)
-
-    def adopt(self, pieces):
-        self._burn()
-        super().adopt(pieces)
-
-    def discard(self, pieces):
-        self._burn()
-        super().discard(pieces)
-
-
-def fingerprint(cache: PrefixCache) -> tuple:
-    """Everything that can make a later operation come out differently, except the clock's reading."""
-
-    def describe(node: Node) -> tuple:
-        children = tuple(describe(child) for child in node.children.values())
-        data = tuple(node.data)
-        return node.edge, node.end, data, node.pins, node.stamp, node.rank, node.queued, children
-
-    roots = [*cache.tree.roots.values(), *cache.tree.doomed]
-    described = tuple((root.namespace, root.retired, root.doomed, describe(root)) for root in roots)
-    return described, cache.allocator.states.tobytes(), cache.allocator.num_free, cache.stats()
 
 
 PAGES = st.lists(st.sampled_from((0, 0, 1, 2)), max_size=7)
@@ -168,9 +114,9 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, identity: int, age: int, codes: list[int], ragged: int, cap: bool) -> None:
         namespace, tokens = self.namespace(identity, age), self.tokens(codes, ragged)
         limit = max(0, len(tokens) // 4 - 1) if cap else None
-        before = fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.version
+        before = fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.changes
         found = self.cache.match(namespace, tokens, limit)
-        assert before == (fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.version)
+        assert before == (fingerprint(self.cache), self.cache.tree.clock, self.cache.tree.changes)
         assert found.usable == found.structural == self.known(namespace, tokens, limit)
         assert found.limited_by == ""
         self.matches = [*self.matches[-4:], (found, limit)]

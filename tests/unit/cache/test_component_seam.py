@@ -71,7 +71,7 @@ class OwnIds(Component):
                 if freed < want:
                     node.data[index] = self.without(node.data[index], piece)
                     self.release([piece])
-                    tree.version += 1
+                    tree.changes += 1
                     freed += 1
         return freed
 

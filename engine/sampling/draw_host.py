@@ -1,12 +1,12 @@
 """Drawing on the host.
 
-Owns the fast path for logits in CPU memory: blocks of rows that stay in cache, one exponential per
+Owns the fast path for logits in CPU memory: bands of rows that stay in cache, one exponential per
 logit, and logarithms only for the few ids that can win. Ignores the columns beyond the processed
 log-probability.
 
 Since E = -log(1 - u) >= u, a weight w = exp((l - max) / T) divided by u bounds w / E from above.
 Only ids whose bound reaches the value of the best-bounded id can win the race; those are compared
-in float64. Shapes: R rows, B rows of a block, V vocabulary, N kept ids.
+in float64. Shapes: R rows, B rows of a band, V vocabulary, N kept ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.sampling.params import RowSampling
 from engine.sampling.seeds import NoiseKey
 from engine.sampling.truncate import kept_ids
 
-_BLOCK_ELEMENTS = 1 << 16
+_BAND_ELEMENTS = 1 << 16
 _SLACK = 1.0 - 1e-5
 """Covers the rounding of the float32 bounds many times over."""
 
@@ -47,9 +47,9 @@ class HostDraw:
     """Draws from CPU logits on the calling thread. Not shared between threads."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._block_rows = max(1, _BLOCK_ELEMENTS // vocab_size)
-        self._weights = np.empty((self._block_rows, vocab_size), dtype=np.float32)
-        self._divisors = np.ones((self._block_rows, vocab_size), dtype=np.float32)
+        self._band_rows = max(1, _BAND_ELEMENTS // vocab_size)
+        self._weights = np.empty((self._band_rows, vocab_size), dtype=np.float32)
+        self._divisors = np.ones((self._band_rows, vocab_size), dtype=np.float32)
         self._noise = HostNoise()
         self._columns = _Columns([])
 
@@ -59,11 +59,11 @@ class HostDraw:
         work = _Work(self._columns, positions)
         logits = logits_RV.detach().numpy()
         with np.errstate(all="ignore"):
-            for start in range(0, len(rows), self._block_rows):
-                self._draw_block(work, start, logits[start : start + self._block_rows])
+            for start in range(0, len(rows), self._band_rows):
+                self._draw_band(work, start, logits[start : start + self._band_rows])
             return work.finish()
 
-    def _draw_block(self, work: _Work, start: int, logits_BV: np.ndarray) -> None:
+    def _draw_band(self, work: _Work, start: int, logits_BV: np.ndarray) -> None:
         part = slice(start, start + len(logits_BV))
         if work.columns.may_edit:
             logits_BV = work.edit(start, logits_BV)
@@ -146,7 +146,7 @@ class _Work:
         self.kept: dict[int, torch.Tensor] = {}
 
     def edit(self, start: int, logits_BV: np.ndarray) -> np.ndarray:
-        """The block with edits applied: itself if there are none, else a copy."""
+        """The band with edits applied: itself if there are none, else a copy."""
         rows, positions = self.columns.rows, self.positions
         members = [b for b in range(len(logits_BV)) if rows[start + b].edits_at(positions[start + b])]
         if not members:

@@ -145,7 +145,7 @@ def rope_cases() -> Iterator[Case]:
             def reference(
                 i=0, qkv=qkv, shape=shape, norm=norm, tables=tables, slots=slots, pool=expected_pool
             ) -> torch.Tensor:
-                return rope_kv_write_reference(qkv, shape, norm, *tables, slots, pool)
+                return rope_kv_write_reference(qkv, shape, norm, tables[0], tables[1], tables[2], slots, pool)
 
             def check(reference=reference, out=out, pool=pool, expected_pool=expected_pool, slots=slots) -> float:
                 return max(relative(out, reference()), relative(pool[slots], expected_pool[slots]))

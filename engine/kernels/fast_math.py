@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ depends on the row alone or is a product of small numbers.
 Shapes: N blocks of 8 token ids.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from benchmarks.report import Row, report
 from engine.attention.decode_metadata import AttentionSize, DecodeMetadata, Workspace, decode_buffers, processors
 from engine.batch import SharedPrefix
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, TileConfig, decode_attention, decode_reference
 from engine.kernels.prefill_attention import cut_tiles, prefill_attention, prefill_reference
 from engine.kernels.prefix_attention import prefix_attention
@@ -46,7 +46,7 @@ class Scene:
     def build(cls, name: str, lengths: list[int], prefixes: list[SharedPrefix] | None = None) -> Scene:
         heads, kv_heads, size = SHAPES[name]
         prefixes = prefixes or []
-        columns = triton.cdiv(max(lengths), PAGE)
+        columns = ceil_div(max(lengths), PAGE)
         pages = torch.randperm(len(lengths) * columns, device="cuda", dtype=torch.int32) + 1
         tables = pages.view(len(lengths), columns)
         for prefix in sorted(prefixes, key=lambda prefix: -prefix.num_pages):
@@ -56,7 +56,7 @@ class Scene:
         slots = (used.shape[0] + 1) * PAGE
         layer_bytes = slots * 2 * kv_heads * size * 2
         # More than the level-2 cache holds, so that every layer comes from memory.
-        count = max(2, min(36, triton.cdiv(400 << 20, layer_bytes)))
+        count = max(2, min(36, ceil_div(400 << 20, layer_bytes)))
         layers = [torch.randn(slots, 2 * kv_heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
         return cls(LayerShape(heads, kv_heads, size, PAGE), lengths, layers, tables, prefixes)
 
@@ -79,7 +79,7 @@ class Scene:
             self.size, Workspace(device), tiles, rows, device, self.tables, shared=bool(self.prefixes)
         )
         if waves is not None:
-            metadata.extra = min(metadata.extra, triton.cdiv(waves * self.size.processors, self.shape.num_kv_heads))
+            metadata.extra = min(metadata.extra, ceil_div(waves * self.size.processors, self.shape.num_kv_heads))
         metadata.seq_lens_B.copy_(torch.tensor(self.lengths))
         if self.prefixes:
             assert metadata.set_prefixes(self.prefixes) == len(self.prefixes)
@@ -278,10 +278,14 @@ def prefill_case(table: Table, name: str, queries: list[int], context: int, quic
     for config in tiles:
         rows_X, queries_X = cut_tiles(queries, lengths, config.block_m // shape.group)
         starts = torch.tensor([0, *queries]).cumsum(0)
-        arrays = [torch.as_tensor(v, dtype=torch.int32, device="cuda") for v in (lengths, starts, rows_X, queries_X)]
+        values = (lengths, starts, rows_X, queries_X)
+        arrays = [torch.as_tensor(value, dtype=torch.int32, device="cuda") for value in values]
 
-        def launch(layer: int, arrays=arrays, config=config) -> None:
-            prefill_attention(q, scene.layers[layer], scene.tables, *arrays, out, shape, config)
+        def launch(layer: int, config=config, arrays=arrays) -> None:
+            lens, offsets, tile_rows, tile_queries = arrays
+            prefill_attention(
+                q, scene.layers[layer], scene.tables, lens, offsets, tile_rows, tile_queries, out, shape, config
+            )
 
         variant = label(config, True)
         timed[variant] = table.add(case, variant, scene, launch, out, expected, work, "operations")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import triton
 
 from engine.batch import SharedPrefix
+from engine.kernels.attention_tile import ceil_div, power_of_two
 from engine.kernels.decode_attention import States, TileConfig
 from engine.kernels.decode_work import ITEM, cut_rows
 
@@ -58,11 +58,13 @@ class AttentionSize:
 
 
 class Workspace:
-    """Room that batches take turns in: whoever asks for no more than the largest before shares it."""
+    """Room that batches take turns in: whoever asks for no more than the largest before shares it.
+    Outgrown rooms stay: captured graphs hold their addresses."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
         self._rooms: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
         self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
     def states(self, name: str, leading: tuple[int, ...], heads: int, size: int) -> States:
@@ -71,6 +73,8 @@ class Workspace:
             count *= length
         room = self._rooms.get(name)
         if room is None or room.shape[0] < count * (size + 1):
+            if room is not None:
+                self._outgrown.append(room)
             room = self._rooms[name] = torch.empty(count * (size + 1), dtype=torch.float32, device=self._device)
         mean = room[: count * size].view(*leading, heads, size)
         return States(mean, room[count * size : count * (size + 1)].view(*leading, heads))
@@ -78,6 +82,7 @@ class Workspace:
     def arrived(self, count: int) -> torch.Tensor:
         """Zeros that every launch leaves as zeros."""
         if self._arrived.shape[0] < count:
+            self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(count, dtype=torch.int32, device=self._device)
         return self._arrived[:count]
 
@@ -179,19 +184,19 @@ def lay_out_prefixes(
         if end > first:
             segments.append((prefix.start, prefix.end, first, end))
             own_start[prefix.start : prefix.end] = [end] * (prefix.end - prefix.start)
-    wanted = triton.cdiv(2 * size.processors, size.num_kv_heads)
-    work = sum(triton.cdiv(stop - start, per_tile) * (end - first) for start, stop, first, end in segments)
-    length = max(MIN_PREFIX_PIECE, triton.cdiv(work, wanted))
-    length = triton.cdiv(length, tiles.block_n) * tiles.block_n
+    wanted = ceil_div(2 * size.processors, size.num_kv_heads)
+    work = sum(ceil_div(stop - start, per_tile) * (end - first) for start, stop, first, end in segments)
+    length = max(MIN_PREFIX_PIECE, ceil_div(work, wanted))
+    length = ceil_div(length, tiles.block_n) * tiles.block_n
     pieces: list[list[int]] = []
     for start, stop, first, end in segments:
         state = parts[start]
         room = (max_states - state + 1) // 2 if len(segments) > 1 else max_states
         if room < 1:
             return None
-        count = min(triton.cdiv(end - first, length), room)
-        piece = triton.cdiv(triton.cdiv(end - first, count), tiles.block_n) * tiles.block_n
-        count = triton.cdiv(end - first, piece)
+        count = min(ceil_div(end - first, length), room)
+        piece = ceil_div(ceil_div(end - first, count), tiles.block_n) * tiles.block_n
+        count = ceil_div(end - first, piece)
         for split in range(count):
             lo, hi = first + split * piece, min(first + (split + 1) * piece, end)
             for row in range(start, stop, per_tile):
@@ -223,14 +228,12 @@ def decode_buffers(
     """Buffers for batches of up to `max_rows`, all rows of length 0. `tables` is a table to use or the
     number of columns of a new one; `num_items` and `max_pieces` bound a batch known in advance."""
     decode_tiles, prefix_tiles = tiles
-    extra = triton.cdiv(WAVES * size.processors, size.num_kv_heads) + max_rows // 4
+    extra = ceil_div(WAVES * size.processors, size.num_kv_heads) + max_rows // 4
     if num_items is None:
         num_items = max_rows * fixed_splits if fixed_splits else max_rows + extra
     if max_pieces is None:
         per_tile = prefix_tiles.block_m // size.group
-        max_pieces = (
-            triton.cdiv(max_rows, per_tile) + max_rows // 4 + triton.cdiv(2 * size.processors, size.num_kv_heads)
-        )
+        max_pieces = ceil_div(max_rows, per_tile) + max_rows // 4 + ceil_div(2 * size.processors, size.num_kv_heads)
     pieces = max_pieces if shared else 0
     packed = torch.zeros(2 * max_rows + ITEM * pieces, dtype=torch.int32, device=device)
     states_bytes = max_rows * size.num_heads * (size.head_dim + 1) * 4
@@ -263,4 +266,4 @@ def processors(device: torch.device) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, power_of_two(head_dim))

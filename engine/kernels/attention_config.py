@@ -6,8 +6,7 @@ Ignores batches, except that prefill tiles follow the longest row.
 
 from __future__ import annotations
 
-import triton
-
+from engine.kernels.attention_tile import power_of_two
 from engine.kernels.decode_attention import TileConfig
 
 
@@ -23,14 +22,14 @@ def decode_config(block_d: int, itemsize: int) -> TileConfig:
 
 def prefix_config(block_d: int, itemsize: int, group: int) -> TileConfig:
     if itemsize > 2:
-        return TileConfig(16, 4, 2, block_m=max(16, triton.next_power_of_2(group)))
-    return TileConfig(_tokens(block_d, itemsize), 4, 3, block_m=max(64, triton.next_power_of_2(group)))
+        return TileConfig(16, 4, 2, block_m=max(16, power_of_two(group)))
+    return TileConfig(_tokens(block_d, itemsize), 4, 3, block_m=max(64, power_of_two(group)))
 
 
 def prefill_config(block_d: int, itemsize: int, group: int, longest: int) -> TileConfig:
     """`longest` is the largest number of queries of a row."""
-    least = max(16, triton.next_power_of_2(group))
-    rows = triton.next_power_of_2(longest * group)
+    least = max(16, power_of_two(group))
+    rows = power_of_two(longest * group)
     if itemsize > 2:
         # Without tensor cores operands live in registers: larger tiles spill.
         return TileConfig(16, 4, 2, block_m=least)

@@ -20,6 +20,15 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()
+
+
 def attend_reference(
     q_QNH: torch.Tensor,
     kv_C2KH: torch.Tensor,

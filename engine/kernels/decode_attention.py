@@ -10,6 +10,9 @@ Shapes: B rows, N query heads, H head size, K key/value heads, G = N / K, W item
 row, M = G padded to at least 16 query rows, D = H padded to a power of two.
 """
 
+# A launch takes plain values where the kernel declares compile-time ones.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,7 +22,14 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from engine.kernels.attention_tile import add_sink, attend_reference, attend_tokens, mean_and_lse, merge_stored
+from engine.kernels.attention_tile import (
+    add_sink,
+    attend_reference,
+    attend_tokens,
+    mean_and_lse,
+    merge_stored,
+    power_of_two,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class LayerShape:
 
     @property
     def block_d(self) -> int:
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return max(16, power_of_two(self.head_dim))
 
     @property
     def constants(self) -> dict:
@@ -63,6 +73,11 @@ class TileConfig:
     num_warps: int
     num_stages: int
     block_m: int = 16
+
+    @property
+    def options(self) -> dict:
+        """Launch options."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 @dataclass(slots=True)
@@ -283,9 +298,8 @@ def decode_attention(
         SINK=sink_N is not None,
         SHARED=shared,
         EARLY=early and shared,
-        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
+        BLOCK_M=max(16, power_of_two(shape.group)),
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
         **({"launch_pdl": True} if early and shared else {}),
     )

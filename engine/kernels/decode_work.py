@@ -10,11 +10,16 @@ one empty item; unused items have row -1.
 Shapes: B rows, W items.
 """
 
+# A launch takes plain values where the kernel declares compile-time ones.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from engine.kernels.attention_tile import ceil_div, power_of_two
 
 ITEM = 8
 
@@ -35,11 +40,11 @@ def cut_rows_reference(
     items = []
     for row, own in enumerate(owns):
         pieces = fixed_splits or extra
-        wanted = triton.cdiv(own if fixed_splits else sum(owns), pieces)
-        length = max(min_split, triton.cdiv(wanted, multiple) * multiple)
-        count = max(1, triton.cdiv(own, length))
-        length = max(triton.cdiv(triton.cdiv(own, count), multiple) * multiple, multiple)
-        count = max(1, triton.cdiv(own, length))
+        wanted = ceil_div(own if fixed_splits else sum(owns), pieces)
+        length = max(min_split, ceil_div(wanted, multiple) * multiple)
+        count = max(1, ceil_div(own, length))
+        length = max(ceil_div(ceil_div(own, count), multiple) * multiple, multiple)
+        count = max(1, ceil_div(own, length))
         parts = int(prefix_parts_B[row]) if ends[row] > 0 else 0
         for split in range(count):
             first = ends[row] - own + split * length
@@ -130,9 +135,8 @@ def cut_rows(
         rows,
         items,
         extra,
-        BLOCK_B=max(16, triton.next_power_of_2(rows)),
+        BLOCK_B=max(16, power_of_two(rows)),
         MIN_SPLIT=min_split,
         MULTIPLE=multiple,
         FIXED_SPLITS=fixed_splits,
-        num_warps=4,
     )

@@ -5,13 +5,16 @@ Owns the merge of states stored by other kernels. Ignores how they came about.
 Shapes: S states, T tokens, N query heads, H head size, D = H padded to a power of two.
 """
 
+# A launch takes plain values where the kernel declares compile-time ones.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_tile import add_sink, mean_and_lse, merge_stored
+from engine.kernels.attention_tile import add_sink, ceil_div, mean_and_lse, merge_stored, power_of_two
 from engine.kernels.decode_attention import States
 
 
@@ -72,8 +75,8 @@ def merge_states(states: States, num_states: int, out_TNH: torch.Tensor, sink_N:
     """Merge the first `num_states` of `states` ([S, T]) in their order. States whose lse is -inf are not read."""
     tokens, heads, size = out_TNH.shape
     assert states.lse_IN.shape[1] == tokens and out_TNH.stride()[1:] == (size, 1)
-    block_h = min(8, triton.next_power_of_2(heads))
-    _merge_kernel[(tokens, triton.cdiv(heads, block_h))](
+    block_h = min(8, power_of_two(heads))
+    _merge_kernel[(tokens, ceil_div(heads, block_h))](
         states.mean_INH,
         states.lse_IN,
         out_TNH,
@@ -84,7 +87,6 @@ def merge_states(states: States, num_states: int, out_TNH: torch.Tensor, sink_N:
         HEADS=heads,
         HEAD_DIM=size,
         BLOCK_H=block_h,
-        BLOCK_D=triton.next_power_of_2(size),
+        BLOCK_D=power_of_two(size),
         SINK=sink_N is not None,
-        num_warps=4,
     )

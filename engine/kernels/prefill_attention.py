@@ -10,6 +10,9 @@ Shapes: T query tokens of all rows back to back, B rows, X tiles, N query heads,
 M = queries of a tile times heads of a group, D = H padded to a power of two.
 """
 
+# A launch takes plain values where the kernel declares compile-time ones.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -231,8 +234,7 @@ def prefill_attention(
         SPLITS=splits,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     if splits > 1:
         assert partial is not None

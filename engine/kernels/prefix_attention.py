@@ -12,6 +12,9 @@ Shapes: B rows, N query heads, H head size, X pieces, S states a row, M query ro
 padded to a power of two.
 """
 
+# A launch takes plain values where the kernel declares compile-time ones.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -169,6 +172,5 @@ def prefix_attention(
         EARLY=early,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.gemv import gemv
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.swiglu import silu_and_mul
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DenseDecoderLM
 
@@ -55,7 +57,7 @@ class FusedForward:
         for index, layer in enumerate(decoder.layers):
             attention = layer.self_attn
             q_TNH = rope_kv_write(
-                attention.qkv_proj(x_TD),
+                self._product(attention.qkv_proj, x_TD),
                 self._shape,
                 self._norms[index],
                 rotary.cos_CE,
@@ -65,9 +67,9 @@ class FusedForward:
                 self._pool.tokens(index),
             )
             out_TNH = attend(q_TNH, index)
-            x_TD = attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+            x_TD = self._product(attention.o_proj, out_TNH.reshape(x_TD.shape[0], -1))
             x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
-            x_TD = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(x_TD)))
+            x_TD = self._product(layer.mlp.down_proj, self._gated(layer.mlp.gate_up_proj, x_TD))
             following = decoder.layers[index + 1].input_layernorm if index + 1 < len(decoder.layers) else decoder.norm
             x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, following.weight, self._eps)
             if capture is not None and index in capture:
@@ -78,4 +80,17 @@ class FusedForward:
         """logits_RV in the weights' dtype."""
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        return head.project(hidden_RD)
+        return gemv(hidden_RD, head.weight) if self._reads_weights(hidden_RD) else head.project(hidden_RD)
+
+    def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
+        return gemv(x_TD, layer.weight, layer.bias) if self._reads_weights(x_TD) else layer(x_TD)
+
+    def _gated(self, layer: ColumnParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
+        if layer.bias is None and self._reads_weights(x_TD):
+            return gemv(x_TD, layer.weight, gated=True)
+        return silu_and_mul(layer(x_TD))
+
+    def _reads_weights(self, x_TD: torch.Tensor) -> bool:
+        """One row is bound by reading the weights, which a plain kernel does faster than cuBLAS;
+        from two rows on the two were measured even."""
+        return x_TD.shape[0] == 1 and x_TD.dtype == torch.bfloat16 and self._model.parallel.size == 1

@@ -47,11 +47,13 @@ def tiers_up_to(most: int) -> list[int]:
 
 @dataclass(slots=True)
 class Captured:
-    """One tier's step, as a graph's replay where there are graphs, and the buffers it reads."""
+    """One tier's step, as a graph's replay where there are graphs, and every buffer it touches: a
+    graph knows addresses only, so `scratch` must live as long as it does."""
 
     replay: Callable[[], None]
     slots_B: torch.Tensor
     metadata: DecodeMetadata
+    scratch: tuple[torch.Tensor, ...]
 
 
 class GraphStepper:
@@ -156,7 +158,7 @@ class GraphStepper:
 
         self.captures += 1
         replay = self._record(step) if self._memory is not None else step
-        captured = self._captured[tier, shared] = Captured(replay, slots_B, metadata)
+        captured = self._captured[tier, shared] = Captured(replay, slots_B, metadata, (ids_B, positions_B, out_BNH))
         return captured
 
     @torch.inference_mode()

@@ -247,7 +247,7 @@ class TritonAttention:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
         itemsize = kv_pool.dtype.itemsize
-        tiles = (decode_config(self._block_d, itemsize), prefix_config(self._block_d, itemsize, self._group))
+        tiles = (decode_config(self._block_d, itemsize, shared), prefix_config(self._block_d, itemsize, self._group))
         fixed = FIXED_SPLITS if self._deterministic else 0
         return decode_buffers(
             self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, fixed, num_items

@@ -120,7 +120,8 @@ def _advance_kernel(
 ):
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot >= 0:
+    # Nested, since a kernel evaluates both sides of `and`.
+    if slot >= 0:  # noqa: SIM102
         if tl.load(active_ptr + slot) != 0:
             if tl.load(bad_ptr + row) != 0:
                 tl.store(finished_ptr + slot, 2)

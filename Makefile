@@ -1,5 +1,7 @@
 # `make demo` and `make test` set themselves up in .venv and need nothing but Python 3.11 or newer.
-PYTHON ?= $(shell for v in 3.13 3.12 3.11; do command -v python$$v && break; done || command -v python3)
+# The first interpreter that runs and is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Arguments for installing torch, for example `--index-url ...` of a CPU-only build.
 TORCH_ARGS ?=
 PIP := .venv/bin/python -m pip --disable-pip-version-check
@@ -12,7 +14,7 @@ setup: .venv/.ready
 
 # torch first and alone: with a build of it present, nothing later asks for another one.
 .venv/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Sparkroll needs Python 3.11 or newer, found " + sys.version'
+	@test -n "$(PYTHON)" || { echo "Sparkroll needs Python 3.11 or newer; set PYTHON=path"; exit 1; }
 	@echo "setting up .venv (about a minute)"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt $(TORCH_ARGS) torch

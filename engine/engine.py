@@ -292,6 +292,7 @@ class Engine:
             raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
         if self.policy.pending is not None:
             raise Conflict(f"update {self.policy.pending!r} is open")
+        self._loop.forget()
         return self._parts.memory.release(tags, level)
 
     def resume_memory(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int]]:

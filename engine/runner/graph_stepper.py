@@ -86,6 +86,11 @@ class GraphStepper:
         self._size = self._plan(max_rows, shared=not deterministic).size
         self.captures = self.rows = self.padded_rows = 0
 
+    def forget(self) -> None:
+        """Drop all graphs: storage they read has moved or is gone. They are captured anew when
+        needed."""
+        self._captured.clear()
+
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
         rows = len(slots)
         tier = self._tiers[bisect.bisect_left(self._tiers, rows)]

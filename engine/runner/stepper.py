@@ -46,6 +46,10 @@ class Stepper(Protocol):
         """Enqueue `steps` decode steps of the rows in `slots`, in that order. Pages are reserved."""
         ...
 
+    def forget(self) -> None:
+        """Weights or pools have moved: drop whatever remembers their addresses."""
+        ...
+
 
 class HostCopy:
     """Results copied to pinned memory behind a burst; `wait` blocks until they are there."""
@@ -89,6 +93,9 @@ class EagerStepper:
                 break
             self._step([samples[row] for row in rows], slots_B[rows])
         return HostCopy(table, slots_B)
+
+    def forget(self) -> None:
+        """Nothing is remembered between bursts."""
 
     def _step(self, samples: list[Sample], slots_B: torch.Tensor) -> None:
         table = self._table

@@ -95,6 +95,10 @@ class OverlappedLoop:
             self._commit(burst)
         return burst is not None
 
+    def forget(self) -> None:
+        """Weights or pools have moved."""
+        self._stepper.forget()
+
     def _launch(self, previous: Burst | None, most: int) -> Burst | None:
         scheduler = self._scheduler
         flying = {} if previous is None else dict.fromkeys(previous.keys, previous.steps)

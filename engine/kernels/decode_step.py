@@ -7,6 +7,9 @@ the forward pass and the draw between them. `engine.runner.stepper.advance` is t
 Shapes: B rows of a step, S slots, P page-table columns, K stop ids, W ring width.
 """
 
+# A launch takes options that the kernel does not declare.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -10,6 +10,7 @@ Shapes: T tokens, D hidden, N query heads, H head size, R rows of logits, V voca
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -20,7 +21,7 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.swiglu import silu_and_mul
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.memory.kv_pool import KVPool
-from engine.models.decoder import DenseDecoderLM
+from engine.models.decoder import Attention, DecoderLayer, DenseDecoderLM
 
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 """(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""
@@ -33,14 +34,10 @@ class FusedForward:
         self._model = model
         self._pool = kv_pool
         self._eps = model.spec.rms_eps
-        attention = model.model.layers[0].self_attn
+        self._layers = cast(list[DecoderLayer], list(model.model.layers))
+        attention = self._layers[0].self_attn
         self._shape = QKVShape(attention.num_heads, attention.num_kv_heads, attention.head_dim)
-        self._norms = [
-            QKNorm(layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, self._eps)
-            if layer.self_attn.q_norm is not None
-            else None
-            for layer in model.model.layers
-        ]
+        self._norms = [_qk_norm(layer.self_attn, self._eps) for layer in self._layers]
 
     def hidden(
         self,
@@ -51,10 +48,10 @@ class FusedForward:
         capture: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
-        decoder, rotary = self._model.model, self._model.rotary
+        decoder, layers, rotary = self._model.model, self._layers, self._model.rotary
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
-        x_TD = rms_norm(residual_TD, decoder.layers[0].input_layernorm.weight, self._eps)
-        for index, layer in enumerate(decoder.layers):
+        x_TD = rms_norm(residual_TD, layers[0].input_layernorm.weight, self._eps)
+        for index, layer in enumerate(layers):
             attention = layer.self_attn
             q_TNH = rope_kv_write(
                 self._product(attention.qkv_proj, x_TD),
@@ -70,7 +67,7 @@ class FusedForward:
             x_TD = self._product(attention.o_proj, out_TNH.reshape(x_TD.shape[0], -1))
             x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
             x_TD = self._product(layer.mlp.down_proj, self._gated(layer.mlp.gate_up_proj, x_TD))
-            following = decoder.layers[index + 1].input_layernorm if index + 1 < len(decoder.layers) else decoder.norm
+            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
             x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, following.weight, self._eps)
             if capture is not None and index in capture:
                 capture[index] = residual_TD.clone()
@@ -94,3 +91,9 @@ class FusedForward:
         """One row is bound by reading the weights, which a plain kernel does faster than cuBLAS;
         from two rows on the two were measured even."""
         return x_TD.shape[0] == 1 and x_TD.dtype == torch.bfloat16 and self._model.parallel.size == 1
+
+
+def _qk_norm(attention: Attention, eps: float) -> QKNorm | None:
+    if attention.q_norm is None or attention.k_norm is None:
+        return None
+    return QKNorm(attention.q_norm.weight, attention.k_norm.weight, eps)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.errors import Paused
 from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
 
 pytestmark = [
@@ -71,6 +72,52 @@ def test_updates_reach_captured_graphs(t_full, t_full_w1):
     update(engine, t_full_w1, 1)
     (after,) = engine.generate([ask("g", prompt(16), max_new=24)])
     assert_sample_is_reference(t_full_w1, prompt(16), after.samples[0], 24)
+
+
+def poison_free_memory() -> None:
+    """Whoever still reads where something used to be reads NaN."""
+    rooms = [torch.full((count,), float("nan"), device="cuda") for count in (1 << 25, 1 << 20, 1 << 16)]
+    torch.cuda.synchronize()
+    del rooms
+
+
+@pytest.mark.parametrize("level", ["offload", "discard"])
+@pytest.mark.parametrize("tags", [["weights", "kv"], ["weights"], ["kv"]], ids="-".join)
+@pytest.mark.parametrize("model", ["t_full", "t_qwen3"])
+def test_case_m1_m4_graphs_after_memory_was_released(model, tags, level, request):
+    """Two cycles of release and return, with graphs of several tiers captured before each."""
+    folder = request.getfixturevalue(model)
+    engine = make_engine(
+        folder, device="cuda", loop="overlapped", attention="triton", burst=8, kv_tokens=16384, max_running=32
+    )
+    stepper = engine._loop._stepper
+    before = engine.generate(list(work()))
+    for _ in range(2):
+        captures, allocated = stepper.captures, torch.cuda.memory_allocated()
+        assert captures > 1
+        held, released = engine.release_memory(tags, level)
+        assert all(held[tag] > 0 and released[tag] == 0 for tag in tags)
+        assert torch.cuda.memory_allocated() <= allocated - sum(held[tag] for tag in tags)
+        poison_free_memory()
+        for tag in tags:
+            with pytest.raises(Paused, match=tag):
+                engine.generate([ask("early", prompt(4))])
+            engine.resume_memory([tag])
+            engine.resume_memory([tag])
+        if "kv" in tags:
+            engine._parts.runner.kv_pool.fill(float("nan"))
+        if level == "discard" and "weights" in tags:
+            with pytest.raises(Paused, match="weights"):
+                engine.generate([ask("early", prompt(4))])
+            update(engine, folder, engine.policy.version + 1)
+        after = engine.generate(list(work()))
+        for group, other in zip(after, before, strict=True):
+            for a, b in zip(group.samples, other.samples, strict=True):
+                assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish, group.group_id
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+        assert stepper.captures > captures, "graphs of the old storage must be gone"
+        engine.check()
+    assert_sample_is_reference(folder, prompt(9), after[0].samples[0], 20)
 
 
 def test_random_schedules_on_the_gpu(t_full, t_full_w1, monkeypatch):

@@ -6,10 +6,11 @@ new version does to running work and to the cache, which the engine arranges aro
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
-from engine.errors import Conflict, Corrupt, DeadlineExceeded, NotFound, SparkrollError, Unsupported
+from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, NotFound, SparkrollError, Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress
 from engine.weights.layout import WeightedModel
 from engine.weights.transaction import PreparedUpdate, UpdateTransaction
@@ -37,6 +38,8 @@ class PolicyState:
             if self._open.begin == begin:
                 return self._touch()
             raise Conflict(field="txn", expected=f"no open update beside {self.pending!r}", actual=begin.txn)
+        if not 0 < begin.timeout_s < math.inf:
+            raise InvalidRequest(field="timeout_s", expected="a finite positive number", actual=begin.timeout_s)
         if begin.module != "policy":
             raise Unsupported(field="module", expected="'policy': this engine has no drafter", actual=begin.module)
         if begin.base_version != self.version:

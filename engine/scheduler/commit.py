@@ -74,6 +74,9 @@ class Committer:
             sample.matched = token
             if not params.keep_stop:
                 sample.truncate(len(sample.ids) - 1)
+            elif sample.watcher is not None:
+                # Its text is the sample's; a stop string that it completes too only ends the text.
+                sample.watcher.observe([token])
             self.finish(sample, "stop")
             return
         if sample.watcher is not None:

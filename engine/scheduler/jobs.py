@@ -28,7 +28,7 @@ class ScoreJob:
         self._results: list[ScoredSequence | None] = [None] * len(request.sequences)
         self._policy_version = policy_version
         for number, ids in enumerate(request.sequences):
-            make = partial(Scorer, request.start, request.temperature, request.top_logprobs)
+            make = partial(Scorer, request.start, len(ids), request.temperature, request.top_logprobs)
             yield ids, make, partial(self._collect, number)
 
     def _collect(self, number: int, prefill: Prefill) -> None:

@@ -19,13 +19,14 @@ from engine.types import CacheHit
 
 @dataclass(slots=True)
 class Scorer:
-    """Collects log-probabilities of given tokens [start, length) as their prefix is computed.
+    """Collects log-probabilities of given tokens [start, end) as their prefix is computed.
 
     Position p is scored from the hidden state at p - 1, so the cache may serve at most
     `start - 1` tokens. Rows arrive in order.
     """
 
     start: int
+    end: int
     temperature: float = 1.0
     top_logprobs: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -37,18 +38,18 @@ class Scorer:
         return max(self.start - 1, 0)
 
     def column(self) -> np.ndarray:
-        """float32 over [start, length); NaN at position 0, which nothing predicts."""
-        head = [np.full(1, np.nan, dtype=np.float32)] if self.start == 0 else []
-        return np.concatenate([*head, *self.logprobs]) if head or self.logprobs else np.empty(0, dtype=np.float32)
+        """float32 over [start, end); NaN at position 0, which nothing predicts."""
+        head = np.full(int(self.start == 0), np.nan, dtype=np.float32)
+        return np.concatenate([head, *self.logprobs])
 
     def top(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """uint32 and float32 [length - start, K]; id 0 and NaN at position 0."""
+        """uint32 and float32 [end - start, K]; id 0 and NaN at position 0."""
         if not self.top_logprobs:
             return None
-        head = self.start == 0
-        ids = [np.zeros((1, self.top_logprobs), dtype=np.uint32)] if head else []
-        values = [np.full((1, self.top_logprobs), np.nan, dtype=np.float32)] if head else []
-        return np.concatenate([*ids, *self.top_ids]), np.concatenate([*values, *self.top_values])
+        head = int(self.start == 0), self.top_logprobs
+        ids = np.zeros(head, dtype=np.uint32)
+        values = np.full(head, np.nan, dtype=np.float32)
+        return np.concatenate([ids, *self.top_ids]), np.concatenate([values, *self.top_values])
 
 
 @dataclass(slots=True, eq=False)

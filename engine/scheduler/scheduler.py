@@ -237,9 +237,7 @@ class Scheduler:
                     self._attach(sample, prefill)
                     return True
         tokens = sample.tokens()
-        scorer = None
-        if fresh and group.request.want.prompt_logprobs_from is not None and group.prompt_logprobs is None:
-            scorer = Scorer(group.request.want.prompt_logprobs_from)
+        scorer = self._prompt_scorer(group)
         limit = min(len(tokens) - 1, scorer.match_limit) if scorer else len(tokens) - 1
         match = self.pages.match(namespace, tokens, limit)
         for prefill in self.prefills:
@@ -256,6 +254,15 @@ class Scheduler:
             for sibling in [s for s in group.samples if s.state is SampleState.WAITING and not s.ids]:
                 self._attach(sibling, prefill)
         return True
+
+    def _prompt_scorer(self, group: Group) -> Scorer | None:
+        """For the one prefill of a group that also scores its prompt, where that is wanted."""
+        start = group.request.want.prompt_logprobs_from
+        if start is None or group.prompt_logprobs is not None:
+            return None
+        if any(prefill.group is group and prefill.scorer is not None for prefill in self.prefills):
+            return None
+        return Scorer(start, len(group.prompt))
 
     def _attach(self, sample: Sample, prefill: Prefill) -> None:
         self.waiting.remove(sample)

@@ -22,10 +22,10 @@ def score_chunk(runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, 
     scorer = prefill.scorer
     assert scorer is not None
     count = hidden_CD.shape[0]
-    # The state at position p predicts the token at p + 1; the last token's state predicts
-    # one that is not part of the prompt.
+    # The state at position p predicts the token at p + 1; the last scored token's state predicts
+    # one that nobody asked about.
     first = max(scorer.start - 1, start, 0)
-    last = min(start + count, len(prefill.tokens) - 1)
+    last = min(start + count, scorer.end - 1)
     for lo in range(first, last, ROWS):
         hi = min(lo + ROWS, last)
         logits_RV = runner.logits(hidden_CD[lo - start : hi - start])

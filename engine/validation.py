@@ -33,8 +33,7 @@ def validate_group(request: GroupRequest, limits: EngineLimits) -> None:
     """Raise a typed error naming the first field that cannot be served."""
     check_id("group_id", request.group_id)
     _check_label("cache_salt", request.cache_salt)
-    if not 1 <= request.n <= MAX_SAMPLES:
-        raise InvalidRequest(field="n", expected=f"1 to {MAX_SAMPLES}", actual=request.n)
+    check_samples(request.n)
     check_ids("prompt_ids", request.prompt_ids, limits.vocab_size)
     validate_sampling(request.sampling, request.want, limits.vocab_size, request.n)
     check_length("prompt_ids", len(request.prompt_ids), request.sampling.max_new, limits)
@@ -71,6 +70,11 @@ def check_id(field: str, value: str) -> None:
     _check_label(field, value)
     if not value:
         raise InvalidRequest(field=field, expected="1 or more characters", actual=value)
+
+
+def check_samples(n: int) -> None:
+    if not 1 <= n <= MAX_SAMPLES:
+        raise InvalidRequest(field="n", expected=f"1 to {MAX_SAMPLES}", actual=n)
 
 
 def check_ids(field: str, ids: np.ndarray, vocab_size: int) -> None:

@@ -103,6 +103,9 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T], limits: WireLimi
 def as_ids(field: str, value: Any) -> np.ndarray:
     """Token ids from a list, array or tensor, as uint32 [T]. Raises `InvalidRequest`."""
     try:
+        if isinstance(value, list):
+            # Turns are joined from what callers hold: plain numbers and a reply's NumPy ids.
+            value = [item.item() if isinstance(item, np.integer) else item for item in value]
         array = _array_hook(np.ndarray, value if isinstance(value, list) else np.asarray(value))
     except ValueError as error:
         raise InvalidRequest(field=field, expected="ids in [0, 2**32)", actual=error) from error

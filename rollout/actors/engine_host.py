@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.engine import Engine
 from engine.errors import Conflict, Corrupt, DeadlineExceeded, SparkrollError
+from engine.memory.residency import TAGS
 from engine.scheduler.jobs import ScoreJob
 from engine.types import (
     AbortOutcome,
@@ -205,11 +206,11 @@ class EngineHost:
         return await self._thread.call(lambda engine: engine.flush(scope))
 
     async def release_memory(self, tags: list[str]) -> MemoryReport:
-        before, after = await self._thread.call(lambda engine: engine.release_memory(tags))
+        before, after = await self._thread.call(lambda engine: engine.release_memory(tags or list(TAGS)))
         return MemoryReport(before=before, after=after)
 
     async def resume_memory(self, tags: list[str]) -> MemoryReport:
-        before, after = await self._thread.call(lambda engine: engine.resume_memory(tags))
+        before, after = await self._thread.call(lambda engine: engine.resume_memory(tags or list(TAGS)))
         return MemoryReport(before=before, after=after)
 
     async def session_open(self, session_id: str, ttl_s: float) -> None:

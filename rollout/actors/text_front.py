@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.errors import InvalidRequest, Unsupported
 from engine.types import GroupRequest, SampleOutput
+from engine.validation import check_samples
 from rollout.protocol import GenerateCall
 
 if TYPE_CHECKING:
@@ -102,11 +103,11 @@ class TextFront:
         stops = self._require("stop")
         from rollout.text.stop import StopStringWatcher
 
+        check_samples(request.n)
         resumed = {entry.index: bool(len(entry.ids)) for entry in request.resume or []}
+        first = StopStringWatcher(stops, call.stop, call.keep_stop, request.sampling.min_new)
         watchers = {
-            index: ResumedWatcher(
-                StopStringWatcher(stops, call.stop, call.keep_stop, request.sampling.min_new), resumed.get(index, False)
-            )
+            index: ResumedWatcher(first.sibling(), resumed.get(index, False))
             for index in (range(request.n) if request.resume is None else resumed)
         }
         return CallText(request, watchers, codec)

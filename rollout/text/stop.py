@@ -34,6 +34,7 @@ class StopStringWatcher:
 
     def __init__(self, codec: TextCodec, stops: Sequence[str], keep_stop: bool = False, min_new: int = 0) -> None:
         self._stops = check_stops(stops)
+        self._codec = codec
         self._stream = codec.byte_stream()
         self._keep_stop = keep_stop
         self._min_new = min_new
@@ -41,6 +42,12 @@ class StopStringWatcher:
         self._data = bytearray()
         self._end: int | None = None
         """Where the text ends once a stop string has matched."""
+
+    def sibling(self) -> StopStringWatcher:
+        """A watcher for another sample that shares the checked stops, however many there are."""
+        other = StopStringWatcher(self._codec, (), self._keep_stop, self._min_new)
+        other._stops = self._stops
+        return other
 
     def prime(self, ids: Iterable[int]) -> None:
         """Take ids that a resumed sample already has: text to match across, never a stop."""

@@ -1,0 +1,109 @@
+"""The elementwise kernels and small products in Triton's interpreter against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
+from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
+from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
+from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+from engine.models.spec import RopeSpec
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def poison(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("width", [64, 96, 576])
+def test_rms_norm(width):
+    x, weight = noise(3, width) * 4, noise(width, seed=1)
+    x[1] = 0.0
+    layer = RMSNorm(width, 1e-5, torch.float32, torch.device("cpu"))
+    layer.weight.copy_(weight)
+    out = rms_norm(x, weight, 1e-5, poison(3, width))
+    close(out, layer(x))
+    close(out, rms_norm_reference(x, weight, 1e-5))
+
+
+def test_add_rms_norm_replaces_the_residual():
+    x, residual, weight = noise(3, 96), noise(3, 96, seed=1), noise(96, seed=2)
+    normed, total = add_rms_norm_reference(x, residual, weight, 1e-6)
+    kept = residual.clone()
+    out, stream = add_rms_norm(x, kept, weight, 1e-6, poison(3, 96))
+    assert stream is kept and torch.equal(kept, total)
+    close(out, normed)
+
+
+@pytest.mark.parametrize("width", [32, 1100])
+def test_silu_and_mul(width):
+    gate_up = noise(2, 2 * width) * 6
+    close(silu_and_mul(gate_up, poison(2, width)), silu_and_mul_reference(gate_up))
+
+
+def test_embedding_gather():
+    weight, ids = noise(11, 96), torch.tensor([3, -1, 10, 0])
+    out = embedding_gather(ids, weight, poison(4, 96), max_block=64)
+    assert torch.equal(out, embedding_gather_reference(ids, weight))
+    assert torch.equal(out[1], torch.zeros(96))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(9, 3, 12), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((4, 2, 16), (5, 1, 64)))],
+)
+def test_rope_kv_write(heads, kv_heads, size, normed):
+    shape = QKVShape(heads, kv_heads, size)
+    qkv = noise(4, (heads + 2 * kv_heads) * size)
+    rotary = Rotary(RopeSpec(theta=100.0), size, 32, torch.float32, torch.device("cpu"))
+    norm = QKNorm(noise(size, seed=1), noise(size, seed=2), 1e-6) if normed else None
+    positions, slots = torch.tensor([0, 31, 7, 7]), torch.tensor([5, 1, -1, 8])
+    pool, expected_pool = poison(10, 2 * kv_heads, size), poison(10, 2 * kv_heads, size)
+    tables = (rotary.cos_CE, rotary.sin_CE, positions, slots)
+    expected = rope_kv_write_reference(qkv.clone(), shape, norm, *tables, expected_pool)
+    out = rope_kv_write(qkv.clone(), shape, norm, *tables, pool, poison(4, heads, size), heads_per_program=4)
+    assert out[2].isnan().all()
+    close(out[slots >= 0], expected[slots >= 0])
+    torch.testing.assert_close(pool, expected_pool, atol=2e-6, rtol=2e-5, equal_nan=True)
+    in_place = rope_kv_write(qkv, shape, norm, *tables, pool)
+    assert in_place.data_ptr() == qkv.data_ptr()
+    close(in_place, expected)
+
+
+GEMV = [{}, {"bias"}, {"residual"}, {"norm"}, {"norm", "gated"}, {"bias", "residual", "norm"}]
+QUICK = [(1, GEMV[4]), (2, GEMV[0]), (3, GEMV[5]), (4, GEMV[3])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        pytest.param(rows, options, marks=() if (rows, options) in QUICK else pytest.mark.slow)
+        for rows in (1, 2, 3, 4)
+        for options in GEMV
+    ],
+    ids=str,
+)
+def test_gemv(rows, options):
+    x, weight = noise(rows, 80), noise(22, 80, seed=1)
+    given = dict(
+        bias_N=noise(22, seed=2) if "bias" in options else None,
+        norm=InputNorm(noise(80, seed=3), 1e-6) if "norm" in options else None,
+        residual_MN=noise(rows, 22, seed=4) if "residual" in options else None,
+        gated="gated" in options,
+    )
+    expected = gemv_reference(x, weight, **given)
+    out = gemv(x, weight, **given, out=poison(*expected.shape), config=GemvConfig(4, 32))
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)

@@ -1,0 +1,191 @@
+"""The sampling kernels in Triton's interpreter against the host's sampler, in fp32 on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.philox import noise_words
+from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_epilogue import sample_rows, sample_rows_reference
+from engine.sampling.noise import HostNoise
+from engine.sampling.params import RowSampling
+from engine.sampling.sampler import Sampler
+from engine.sampling.seeds import NoiseKey
+from engine.types import SamplingParams, Want
+
+VOCAB, TILE = 200, 128
+PROMPT = np.arange(10, 20, dtype=np.uint32)
+PARAMS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 7},
+    {"top_k": 100, "top_p": 0.5},
+    {"top_p": 0.9, "temperature": 1.3},
+    {"top_p": 0.01},
+    {"min_p": 0.2},
+    {"top_k": 1},
+    {"top_k": 40, "top_p": 0.99, "min_p": 0.02, "temperature": 0.5},
+    {"repetition_penalty": 1.5, "temperature": 0.3},
+    {"frequency_penalty": 0.4, "presence_penalty": 0.6, "top_p": 0.8},
+    {"logit_bias": {5: 4.0, 190: -float("inf")}, "temperature": 0.0},
+    {"min_new": 9, "stop_ids": [1, 2], "top_k": 3},
+]
+OUTPUT = (3, 3, 4)
+
+
+def host_rows(count: int, want: Want) -> list[RowSampling]:
+    params = [SamplingParams(**PARAMS[i % len(PARAMS)]) for i in range(count)]
+    return [RowSampling(p, want, 2**63 + 99 * i, PROMPT, (0,), OUTPUT) for i, p in enumerate(params)]
+
+
+def columns_of(rows: list[RowSampling], positions: list[int], vocab: int = VOCAB) -> SampleColumns:
+    def column(values, dtype=torch.float64) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype)
+
+    params, single = [row.params for row in rows], torch.float32
+    counts_SV = torch.zeros(len(rows), vocab, dtype=torch.int16)
+    bias_ids_SN = torch.full((len(rows), 2), -1, dtype=torch.int32)
+    bias_SN = torch.zeros(len(rows), 2)
+    stop_ids_SN = torch.full((len(rows), 3), -1, dtype=torch.int32)
+    for slot, row in enumerate(rows):
+        counts_SV[slot, PROMPT.astype(np.int64)] += 1
+        for token in OUTPUT:
+            counts_SV[slot, token] += 2
+        for n, (token, bias) in enumerate(row.params.logit_bias.items()):
+            bias_ids_SN[slot, n], bias_SN[slot, n] = token, bias
+        for n, token in enumerate(sorted(row.stop_ids)):
+            stop_ids_SN[slot, n] = token
+    edits = EditColumns(
+        column((p.repetition_penalty for p in params), single),
+        column((p.frequency_penalty for p in params), single),
+        column((p.presence_penalty for p in params), single),
+        counts_SV,
+        bias_ids_SN,
+        bias_SN,
+        stop_ids_SN,
+        column((row.prompt_len + row.params.min_new for row in rows), torch.int64),
+    )
+    return SampleColumns(
+        temperature_S=column(p.temperature for p in params),
+        top_k_S=column((p.top_k for p in params), torch.int32),
+        top_p_S=column(p.top_p for p in params),
+        min_p_S=column(p.min_p for p in params),
+        seed_S=torch.from_numpy(np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)),
+        position_S=column(positions, torch.int64),
+        active_S=torch.ones(len(rows), dtype=torch.uint8),
+        edits=edits,
+    )
+
+
+def assert_equal_columns(out: SampleOut, expected: SampleOut, rows=slice(None)) -> None:
+    assert out.bad_B[rows].tolist() == expected.bad_B[rows].tolist()
+    assert out.ids_B[rows].tolist() == expected.ids_B[rows].tolist()
+    for name in ("raw_B", "temperature_B", "processed_B", "lse_B", "score_B", "entropy_B"):
+        actual, wanted = getattr(out, name)[rows], getattr(expected, name)[rows]
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5, equal_nan=True)
+
+
+@triton.jit
+def words_kernel(seed_ptr, position_ptr, out_ptr, N: tl.constexpr):
+    seed = tl.load(seed_ptr).to(tl.uint64, bitcast=True)
+    words = noise_words(seed, tl.load(position_ptr), tl.arange(0, N), N)
+    at = tl.arange(0, N)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(out_ptr + at, words.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 12_345, 2**64 - 1])
+def test_words_equal_the_hosts(seed):
+    out = torch.zeros(32 * 8, dtype=torch.int32)
+    signed = int(np.array(seed, dtype=np.uint64).view(np.int64))
+    words_kernel[(1,)](torch.tensor([signed]), torch.tensor([77]), out, N=32)
+    assert out.numpy().view(np.uint32).tolist() == HostNoise().words(NoiseKey(seed, 77), 256).tolist()
+
+
+def test_rows_of_all_kinds_equal_the_hosts_sampler():
+    count = len(PARAMS)
+    logits_BV = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    logits_BV[1::2] = (logits_BV[1::2] * 2).round() / 2  # many ties
+    rows = host_rows(count, Want(extra_logprobs=["raw", "temperature"], entropy=True))
+    positions = [13 + i % 3 for i in range(count)]
+    host = Sampler(VOCAB, "cpu").sample(logits_BV, rows, positions)
+    columns = columns_of(rows, positions)
+    out = SampleOut.empty(count, "cpu", entropy=True)
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(count, VOCAB, "cpu", edits=True, tile=TILE))
+    assert out.ids_B.tolist() == host.ids.tolist()
+    greedy = np.array([row.greedy for row in rows])
+    for actual, wanted in (
+        (out.raw_B, host.extra_logprobs["raw"]),
+        (out.temperature_B, host.extra_logprobs["temperature"]),
+        (out.processed_B, host.logprobs),
+        (out.entropy_B, host.entropy),
+    ):
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
+    assert torch.equal(out.raw_B[greedy], out.processed_B[greedy])
+    expected = sample_rows_reference(logits_BV, columns, SampleOut.empty(count, "cpu", entropy=True))
+    assert_equal_columns(out, expected)
+
+
+def test_slots_padding_and_inactive_rows():
+    rows = host_rows(6, Want())
+    columns = columns_of(rows, [13] * 6)
+    columns.slots_B = torch.tensor([4, -1, 2, 0, 5])
+    columns.active_S[2] = 0
+    logits_BV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2))
+    out, expected = SampleOut.empty(5, "cpu", entropy=True), SampleOut.empty(5, "cpu", entropy=True)
+    for result in (out, expected):
+        result.ids_B.fill_(-7)
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", edits=True, tile=TILE))
+    sample_rows_reference(logits_BV, columns, expected)
+    assert out.ids_B[[1, 2]].tolist() == [-7, -7] and (out.ids_B[[0, 3, 4]] >= 0).all()
+    assert_equal_columns(out, expected)
+
+
+@pytest.mark.parametrize("kind", [0, 2, 11])
+def test_unusable_logits_stay_in_their_row(kind):
+    logits_BV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits_BV[1, 150] = float("nan")
+    logits_BV[2, 3] = float("inf")
+    logits_BV[3] = -float("inf")
+    logits_BV[4, 10:] = -float("inf")
+    rows = host_rows(len(PARAMS), Want())[kind : kind + 1] * 5
+    columns = columns_of(rows, [13] * 5)
+    out = SampleOut.empty(5, "cpu", entropy=True)
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", edits=True, tile=TILE))
+    assert out.bad_B.tolist() == [0, 1, 1, 1, 0]
+    assert_equal_columns(out, sample_rows_reference(logits_BV, columns, SampleOut.empty(5, "cpu", entropy=True)))
+
+
+def test_two_vocabulary_shards_agree_with_the_whole():
+    logits_BV = torch.randn(4, 128, generator=torch.Generator().manual_seed(4))
+    rows = [RowSampling(SamplingParams(temperature=0.8), Want(), 50 + i, PROMPT, ()) for i in range(4)]
+    whole = columns_of(rows, [20] * 4, 128)
+    whole.edits = None
+    parts = []
+    for first, part in ((0, logits_BV[:, :64]), (64, logits_BV[:, 64:])):
+        whole.first_id = first
+        out = SampleOut.empty(4, "cpu")
+        parts.append(sample_rows(part, whole, out, SampleWorkspace.empty(4, 64, "cpu", tile=64), truncated=False))
+    left, right = parts
+    ids = torch.where(left.score_B >= right.score_B, left.ids_B, right.ids_B)
+    host = Sampler(128, "cpu").sample(logits_BV, rows, [20] * 4)
+    assert ids.tolist() == host.ids.tolist()
+    lse = torch.logaddexp(left.lse_B, right.lse_B)
+    torch.testing.assert_close(lse, torch.logsumexp(logits_BV, -1), atol=1e-5, rtol=0)
+
+
+def test_drawn_ids_are_counted():
+    rows = host_rows(len(PARAMS), Want())[9:12]
+    columns = columns_of(rows, [13] * len(rows))
+    before = columns.edits.counts_SV.clone()
+    logits_BV = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(5))
+    out = SampleOut.empty(len(rows), "cpu")
+    workspace = SampleWorkspace.empty(len(rows), VOCAB, "cpu", edits=True, tile=TILE)
+    sample_rows(logits_BV, columns, out, workspace, count=True)
+    for slot in (1, 2):  # the rows with penalties
+        before[slot, out.ids_B[slot]] += 2
+    assert torch.equal(columns.edits.counts_SV, before)

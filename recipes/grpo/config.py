@@ -77,7 +77,7 @@ class GrpoConfig:
     seed: int = 0
     device: str = "auto"
     trainer_threads: int | None = None
-    steps: int = 50
+    steps: int = 36
     max_steps: int | None = None
     checkpoint_every: int = 10
     shuffle_rewards: bool = False
@@ -87,7 +87,7 @@ class GrpoConfig:
     warmup: WarmupConfig = WarmupConfig()
     rollout: RolloutConfig = RolloutConfig()
     loss: LossConfig = LossConfig(kind="dr_grpo")
-    optim: OptimConfig = OptimConfig(learning_rate=1.2e-3, eps=1e-2, decay_steps=50)
+    optim: OptimConfig = OptimConfig(learning_rate=1.2e-3, eps=1e-2, decay_steps=36)
     tracking: TrackingConfig = TrackingConfig()
 
 

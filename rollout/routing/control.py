@@ -55,7 +55,12 @@ class FleetControl:
     async def _take_back(self, previous: PauseMode | None, timeout_s: float) -> None:
         """After a pause that some engine refused: all are as they were before it."""
         if previous is None:
-            await self._reopen(None)
+            results = await self._reopen(None)
+            pending = self._updates.pending
+            if pending is not None and any(isinstance(result, Conflict) for result in results.values()):
+                # Engines that did pause stay so while an update is open, and would hold what is sent to them.
+                await self._updates.rollback(pending)
+                await self._reopen(None)
             return
         self._membership.paused = previous
         with contextlib.suppress(EngineLost):

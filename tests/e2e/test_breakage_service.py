@@ -150,6 +150,7 @@ def test_case_c6_a_head_row_of_minus_infinity(t_full, loop):
             params = SamplingParams(temperature=0.01, top_p=0.3, logit_bias={3: float("-inf")}, max_new=8, seed=1)
             group = await client.generate(prompt(8), n=2, sampling=params, want=Want(top_logprobs=512, entropy=True))
         for sample in group.samples:
+            assert sample.top_ids is not None and sample.top_logprobs is not None and sample.entropy is not None
             assert np.isfinite(sample.logprobs).all() and 3 not in sample.ids.tolist()
             assert (
                 not np.isnan(sample.top_logprobs).any() and np.isneginf(sample.top_logprobs[sample.top_ids == 3]).all()
@@ -184,5 +185,25 @@ def test_case_m4_no_tags_are_all_tags(t_full):
             assert group.samples[0].ids.tolist() == reference_greedy(t_full, prompt(8), 4)
             with pytest.raises(InvalidRequest, match="tags"):
                 await client.release_memory(["graphs of another kind"])
+
+    asyncio.run(run())
+
+
+def test_a_fleets_half_made_pause_leaves_no_engine_shut(fleet3, t_full):
+    """One engine pauses at once, another is too late: the first must not keep what it is sent."""
+
+    async def run() -> None:
+        async with AsyncClient(fleet3.url) as client:
+            version = (await client.version()).policy_version
+            await client.update_begin(begin_of(state_tensors(t_full), "half", version, version + 1))
+            running = client.generate(prompt(8), n=8, sampling=greedy(max_new=240, seed=1))
+            long = asyncio.create_task(running)
+            while (await client.health()).running == 0:
+                await asyncio.sleep(0.005)
+            with pytest.raises(DeadlineExceeded):
+                await client.pause("drain", 0.03)
+            shorts = [client.generate(prompt(4 + i), sampling=greedy(max_new=2), timeout_s=30) for i in range(12)]
+            assert {len(group.samples[0].ids) for group in await asyncio.gather(*shorts)} == {2}
+            assert len((await long).samples) == 8 and (await client.health()).pending_update is None
 
     asyncio.run(run())

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("interpreted kernels do not compile", allow_module_level=True)
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,6 +19,7 @@ QWEN = LayerShape(32, 8, 128, 16)
 SMOL = LayerShape(9, 3, 64, 16, sink=True, window=512, softcap=30.0)
 WIDE = LayerShape(16, 2, 256, 64)
 ODD = LayerShape(6, 2, 96, 1)
+SMALL = LayerShape(4, 2, 64, 16)
 
 
 def build(kernel, pointers: dict[str, str], constants: dict, tiles: TileConfig, capability: int, **options):
@@ -74,28 +68,36 @@ def prefill(shape: LayerShape, capability: int, element="*bf16", longest=4096, s
     return build(_prefill_kernel, pointers(element), shape.constants | constants, tiles, capability)
 
 
+SLOW = pytest.mark.slow
+CASES = [
+    (decode, 80, {}),
+    (decode, 90, {"early": True}),
+    (decode, 100, {"shared": False}),
+    (prefix, 90, {"early": True}),
+    (prefill, 90, {}),
+    *(pytest.param(kernel, capability, {}, marks=SLOW) for kernel in (prefix, prefill) for capability in (80, 100)),
+    pytest.param(prefill, 90, {"longest": 4, "splits": 4}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("kernel, capability, variant", CASES)
+def test_bf16_kernels_compile(kernel, capability: int, variant: dict) -> None:
+    ptx = kernel(QWEN, capability, **variant).asm["ptx"]
+    assert "cp.async" in ptx, "keys and values must be loaded ahead"
+    if "early" in variant:
+        assert f"griddepcontrol.{'wait' if kernel is decode else 'launch_dependents'}" in ptx
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("kernel", [decode, prefix, prefill])
-def test_bf16_kernels_compile(kernel, capability: int) -> None:
-    compiled = kernel(QWEN, capability)
-    assert "cp.async" in compiled.asm["ptx"], "keys and values must be loaded ahead"
+def test_cuts_and_merges_compile(capability: int) -> None:
+    one = TileConfig(16, 4, 1)
+    build(_cut_kernel, {}, dict(BLOCK_B=256, MIN_SPLIT=64, MULTIPLE=64, FIXED_SPLITS=0), one, capability)
+    constants = dict(HEADS=32, HEAD_DIM=128, BLOCK_H=8, BLOCK_D=128, SINK=False, sink_ptr=None)
+    build(_merge_kernel, pointers("*bf16"), constants, one, capability)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [SMOL, WIDE, ODD])
+@pytest.mark.parametrize("shape, element", [(SMOL, "*bf16"), (WIDE, "*bf16"), (ODD, "*bf16"), (SMALL, "*fp32")])
 @pytest.mark.parametrize("kernel", [decode, prefix, prefill])
-def test_other_shapes_compile(kernel, shape: LayerShape) -> None:
-    kernel(shape, 90)
-
-
-def test_remaining_variants_compile() -> None:
-    assert "griddepcontrol.wait" in decode(QWEN, 90, early=True).asm["ptx"]
-    assert "griddepcontrol.launch_dependents" in prefix(QWEN, 90, early=True).asm["ptx"]
-    prefill(QWEN, 90, longest=4, splits=4)
-    for kernel in (decode, prefix, prefill):
-        kernel(LayerShape(4, 2, 64, 16), 90, "*fp32")
-    one = TileConfig(16, 4, 1)
-    for capability in (80, 90, 100):
-        build(_cut_kernel, {}, dict(BLOCK_B=256, MIN_SPLIT=64, MULTIPLE=64, FIXED_SPLITS=0), one, capability)
-        constants = dict(HEADS=32, HEAD_DIM=128, BLOCK_H=8, BLOCK_D=128, SINK=False, sink_ptr=None)
-        build(_merge_kernel, pointers("*bf16"), constants, one, capability)
+def test_other_shapes_compile(kernel, shape: LayerShape, element: str) -> None:
+    kernel(shape, 90, element)

@@ -133,7 +133,7 @@ LAYERS = [{}, {"window": 7}, {"sink": True}, {"softcap": 2.0}, {"window": 5, "si
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [LAYERS[0], *(pytest.param(layer, marks=SLOW) for layer in LAYERS[1:4]), LAYERS[4]])
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=SLOW), 4, pytest.param(16, marks=SLOW)])
 def test_mixed_batches(layer: dict, page_size: int) -> None:
     scene = Scene(make_spec(**layer), [33, 1, 9, 16, 40, 5], [1, 1, 1, 7, 3, 5], page_size, seed=page_size)

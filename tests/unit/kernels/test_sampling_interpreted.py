@@ -145,7 +145,7 @@ def test_slots_padding_and_inactive_rows():
     assert_equal_columns(out, expected)
 
 
-@pytest.mark.parametrize("kind", [0, 2, 11])
+@pytest.mark.parametrize("kind", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 11])
 def test_unusable_logits_stay_in_their_row(kind):
     logits_BV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     logits_BV[1, 150] = float("nan")

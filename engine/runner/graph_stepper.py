@@ -90,6 +90,9 @@ class GraphStepper:
         """Drop all graphs: storage they read has moved or is gone. They are captured anew when
         needed."""
         self._captured.clear()
+        # The old pool dies with its graphs; capturing into its handle again is an error.
+        if self._memory is not None:
+            self._memory = torch.cuda.graph_pool_handle()
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
         rows = len(slots)

@@ -17,7 +17,7 @@ setup: .venv/.ready
 # torch first and alone: with a build of it present, nothing later asks for another one.
 .venv/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Sparkroll needs Python 3.11 or newer; set PYTHON=path"; exit 1; }
-	@echo "setting up .venv (about a minute)"
+	@echo "setting up .venv (two or three minutes)"
 	$(PYTHON) -m venv .venv
 	$(INSTALL) $(TORCH_ARGS) torch
 	$(INSTALL) -e '.[recipes,dev]'

@@ -70,7 +70,7 @@ class Want(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     entropy: bool = False
     """Entropy in nats of the distribution named by `logprobs`."""
     prompt_logprobs_from: int | None = None
-    """Position of the first prompt token to score; None scores nothing."""
+    """Position of the first prompt token to score, always under `raw`; None scores nothing."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,7 +195,7 @@ class GroupOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     policy_version: int
     """The engine's policy version when the reply was made; tokens carry theirs in spans."""
     prompt_logprobs: np.ndarray | None = None
-    """float32 over positions [prompt_logprobs_from, P); NaN at position 0, which has none."""
+    """float32 `raw` over positions [prompt_logprobs_from, P); NaN at position 0, which has none."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):

@@ -30,6 +30,7 @@ class MemoryTags:
         self._cache = cache
         self._released: set[str] = set()
         self._offloaded: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, tuple[torch.Size, torch.device]] = {}
         self._unfilled = False
 
     @property

@@ -57,7 +57,7 @@ class Captured:
 
 
 class GraphStepper:
-    """`captures` and `padded_rows` over `rows` are the counters behind the metrics."""
+    """`captures` counts graphs made; `padded_rows` over `rows` is the share of work lost to tiers."""
 
     def __init__(
         self,
@@ -70,7 +70,6 @@ class GraphStepper:
         max_rows: int,
         deterministic: bool = False,
     ) -> None:
-        self._spec = spec
         self._deterministic = deterministic
         self._table = table
         self._requests = requests

@@ -92,7 +92,7 @@ class GrpoConfig:
 
 
 def demo() -> GrpoConfig:
-    """What `make demo` runs: a minute or two on two cores, from careless to careful.
+    """What `make demo` runs: between three and four minutes on two cores, from careless to careful.
 
     `optim.eps` lies far above the gradient's elements, so that AdamW's step grows with the
     gradient. With a small one the faint gradient of meaningless rewards would be scaled up to

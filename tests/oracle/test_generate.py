@@ -178,6 +178,9 @@ def test_case_c5_prompt_logprobs_from_a_position(t_full):
     (second,) = engine.generate([ask("t2", ids, max_new=2, want=Want(prompt_logprobs_from=18))])
     np.testing.assert_allclose(second.prompt_logprobs, reference_logprobs(t_full, ids)[18:], atol=TOLERANCE)
     assert second.hit.usable == 16
+    # Prompts are scored under the model's own distribution, whatever samples are drawn from.
+    (warm,) = engine.generate([ask("t4", ids, temperature=0.7, top_k=5, want=Want(prompt_logprobs_from=18))])
+    np.testing.assert_allclose(warm.prompt_logprobs, reference_logprobs(t_full, ids)[18:], atol=TOLERANCE)
     (whole,) = engine.generate([ask("t3", ids, max_new=2, want=Want(prompt_logprobs_from=0))])
     np.testing.assert_allclose(whole.prompt_logprobs, reference_logprobs(t_full, ids), atol=TOLERANCE)
     assert_sample_is_reference(t_full, ids, whole.samples[0], 2)

@@ -42,11 +42,14 @@ HOSTILE = {
 def test_case_n3_hostile_bodies(name):
     body = HOSTILE[name]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    with pytest.raises(SparkrollError) as refusal:
-        decode(body, GroupRequest)
-    # The case asks for 100 ms, which a quiet machine keeps; what this catches is work that grows with claims.
-    assert time.process_time() - started < 2.0
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        with pytest.raises(SparkrollError) as refusal:
+            decode(body, GroupRequest)
+        seconds.append(time.process_time() - started)
+    # The best of three: other work on the machine slows a run, never speeds one up.
+    assert min(seconds) < 0.1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
     assert refusal.value.code in ("INVALID", "TOO_LARGE")
     if name.startswith("many"):

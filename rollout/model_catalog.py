@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from engine.errors import InvalidRequest, NotFound
 from engine.models.spec import read_spec
+from engine.user_cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,7 @@ class CatalogConfig:
     cache_dir: Path | None = None
 
     def folder(self) -> Path:
-        if self.cache_dir is not None:
-            return Path(self.cache_dir)
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "sparkroll"
+        return cache_folder() if self.cache_dir is None else Path(self.cache_dir)
 
 
 @dataclass(frozen=True, slots=True)

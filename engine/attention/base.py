@@ -41,6 +41,20 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor: ...
 
 
+class PrefillPart(Protocol):
+    """Computes the rows behind the decode rows of a step for a backend that leaves them to it.
+
+    `plan` returns False where it would rather not, and the backend does them after all. `attend`
+    writes out_TNH for those rows' queries; their keys and values are in the pool already.
+    """
+
+    name: str
+
+    def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> bool: ...
+
+    def attend(self, q_TNH: torch.Tensor, kv_pool: KVPool, layer: int, out_TNH: torch.Tensor) -> None: ...
+
+
 def refuse_special_layers(spec: ModelSpec, backend: str) -> None:
     """For backends that compute plain causal attention only."""
     for index, layer in enumerate(spec.layers):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.attention.base import PrefillPart
 from engine.attention.decode_metadata import (
     FIXED_MIN_SPLIT,
     FIXED_SPLITS,
@@ -54,16 +55,22 @@ class PrefillPlan:
 
 class TritonAttention:
     """`deterministic` makes a row's result independent of the others: fixed splits and tiles, every
-    row reads its own prefix."""
+    row reads its own prefix. `prefill` computes the rows after the decode rows where it wants
+    them, and gives the whole its name."""
 
-    name = "triton"
-
-    def __init__(self, spec: ModelSpec, deterministic: bool = False, parallel: TensorParallel = SINGLE) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        deterministic: bool = False,
+        parallel: TensorParallel = SINGLE,
+        prefill: PrefillPart | None = None,
+    ) -> None:
         for index, layer in enumerate(spec.layers):
             if layer.bias is not None:
                 raise Unsupported(
                     field=f"layers[{index}].bias", expected="none with the triton attention", actual=layer.bias
                 )
+        self.name = "triton" if prefill is None else prefill.name
         self._spec = spec
         self._deterministic = deterministic
         self._num_heads = parallel.share(spec.num_heads, "num_attention_heads")
@@ -77,6 +84,7 @@ class TritonAttention:
         self._num_decode = 0
         self._decode: DecodeMetadata | None = None
         self._prefill: PrefillPlan | None = None
+        self._prefill_part = prefill
 
     # The graph form.
 
@@ -144,7 +152,10 @@ class TritonAttention:
         self._write_slots_T = batch.write_slots_T
         self._num_decode = batch.num_decode
         self._decode = self._plan_decode(batch, kv_pool) if batch.num_decode else None
-        self._prefill = self._plan_prefill(batch, kv_pool) if batch.num_rows > batch.num_decode else None
+        self._prefill = None
+        if batch.num_rows > batch.num_decode:
+            if self._prefill_part is None or not self._prefill_part.plan(batch, kv_pool):
+                self._prefill = self._plan_prefill(batch, kv_pool)
 
     def _plan_decode(self, batch: ForwardBatch, kv_pool: KVPool) -> DecodeMetadata:
         rows = batch.num_decode
@@ -234,6 +245,8 @@ class TritonAttention:
                 prefill.splits,
                 partial,
             )
+        elif self._prefill_part is not None and rows < q_TNH.shape[0]:
+            self._prefill_part.attend(q_TNH[rows:], pool, layer, out_TNH[rows:])
         return out_TNH
 
     def _buffers(

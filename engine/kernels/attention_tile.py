@@ -1,7 +1,7 @@
 """The inner loop that all attention kernels share, and its definition in plain torch.
 
-Owns scores, softmax and the merging of softmax states over disjoint keys. Ignores which keys a
-program reads and where results go.
+Owns a tile's rows, scores, softmax and the merging of softmax states over disjoint keys. Ignores which
+keys a program reads and where results go.
 
 Keys and values come from one layer of the pool, [slots, 2K, H] (see `engine.memory.kv_pool`),
 through a page table. A softmax state is (values weighted by exp(score - top), sum of those weights,
@@ -62,6 +62,33 @@ def attend_reference(
     weights_NQC = torch.exp(scores_NQC - lse_NQ[..., None].nan_to_num(neginf=0.0))
     out_NQH = weights_NQC.nan_to_num() @ v_NCH
     return out_NQH.transpose(0, 1), (lse_NQ * LOG2E.value).transpose(0, 1)
+
+
+@triton.jit
+def tile_rows(
+    kv_head,
+    queries,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple:
+    """(query_M, head_M, mask_M, mask_MD) of a tile of queries with the heads of one key/value head."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m_M = tl.arange(0, BLOCK_M)
+    d_D = tl.arange(0, BLOCK_D)
+    head_M = kv_head * GROUP + m_M % GROUP
+    mask_M = m_M < queries * GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    return m_M // GROUP, head_M, mask_M, mask_MD
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr) -> tuple:
+    """The softmax state of no keys."""
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return acc_MD, tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
 
 
 @triton.jit
@@ -164,3 +191,13 @@ def mean_and_lse(acc_MD, sum_M, top_M):
     safe_M = tl.where(sum_M > 0, sum_M, 1.0)
     lse_M = tl.where(sum_M > 0, top_M + tl.log2(safe_M), float("-inf"))
     return acc_MD / safe_M[:, None], lse_M
+
+
+@triton.jit
+def store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM: tl.constexpr):
+    """Store each row's state at the index `state_M`, [.., N] states counted through."""
+    mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+    # Addresses are computed here: those of the queries, kept for it, would cost registers in the loop.
+    d_D = tl.arange(0, acc_MD.shape[1])
+    tl.store(mean_ptr + state_M[:, None] * HEAD_DIM + d_D[None, :], mean_MD, mask=mask_MD)
+    tl.store(lse_ptr + state_M, lse_M, mask=mask_M)

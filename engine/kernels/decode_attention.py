@@ -26,9 +26,12 @@ from engine.kernels.attention_tile import (
     add_sink,
     attend_reference,
     attend_tokens,
+    empty_state,
     mean_and_lse,
     merge_stored,
     power_of_two,
+    store_state,
+    tile_rows,
 )
 
 
@@ -163,7 +166,6 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     item_ptr = items_ptr + item * 8
@@ -174,12 +176,8 @@ def _decode_kernel(
     hi = tl.load(item_ptr + 2)
     split = tl.load(item_ptr + 3)
     splits = tl.load(item_ptr + 4)
-    m_M = tl.arange(0, BLOCK_M)
-    d_D = tl.arange(0, BLOCK_D)
-    head_M = kv_head * GROUP + m_M
-    at_MD = head_M[:, None] * HEAD_DIM + d_D[None, :]
-    mask_M = m_M < GROUP
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    _query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, 1, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
+    at_MD = head_M[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
     wide_row = row.to(tl.int64)
     q_MD = tl.load(q_ptr + wide_row * q_stride + at_MD, mask=mask_MD, other=0.0)
     position_M = tl.zeros([BLOCK_M], tl.int32)
@@ -187,9 +185,7 @@ def _decode_kernel(
         end = tl.load(seq_lens_ptr + row)
         lo = tl.maximum(lo, end - WINDOW)
         position_M += end - 1
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
     acc_MD, sum_M, top_M = attend_tokens(
         q_MD,
         acc_MD,
@@ -213,19 +209,15 @@ def _decode_kernel(
     )
     last = split == 0
     if splits > 1:
-        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
         state = item.to(tl.int64) * HEADS
-        tl.store(part_ptr + state * HEAD_DIM + at_MD, mean_MD, mask=mask_MD)
-        tl.store(part_lse_ptr + state + head_M, lse_M, mask=mask_M)
+        store_state(part_ptr, part_lse_ptr, state + head_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM)
         tl.debug_barrier()  # every thread's state is stored before the program counts as arrived
         arrived = tl.atomic_add(arrived_ptr + row * KV_HEADS + kv_head, 1, sem="acq_rel")
         last = arrived == splits - 1
         if last:
             tl.debug_barrier()
             tl.store(arrived_ptr + row * KV_HEADS + kv_head, 0)
-            acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            sum_M = tl.zeros([BLOCK_M], tl.float32)
-            top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
             state = (item - split).to(tl.int64) * HEADS
             for _ in range(0, splits):
                 mean_MD = tl.load(part_ptr + state * HEAD_DIM + at_MD, mask=mask_MD, other=0.0, cache_modifier=".cg")

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_tile import add_sink, ceil_div, mean_and_lse, merge_stored, power_of_two
+from engine.kernels.attention_tile import add_sink, ceil_div, empty_state, mean_and_lse, merge_stored, power_of_two
 from engine.kernels.decode_attention import States
 
 
@@ -52,9 +52,7 @@ def _merge_kernel(
     d_D = tl.arange(0, BLOCK_D)
     mask_M = head_M < HEADS
     mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
-    acc_MD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    sum_M = tl.zeros([BLOCK_H], tl.float32)
-    top_M = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = empty_state(BLOCK_H, BLOCK_D)
     state = token * HEADS
     for _ in range(0, num_states):
         lse_M = tl.load(lse_ptr + state + head_M, mask=mask_M, other=float("-inf"))

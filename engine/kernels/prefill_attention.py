@@ -19,7 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_tile import add_sink, attend_reference, attend_tokens, mean_and_lse
+from engine.kernels.attention_tile import (
+    add_sink,
+    attend_reference,
+    attend_tokens,
+    empty_state,
+    mean_and_lse,
+    store_state,
+    tile_rows,
+)
 from engine.kernels.decode_attention import LayerShape, States, TileConfig
 from engine.kernels.merge_states import merge_states
 
@@ -89,8 +97,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    QUERIES: tl.constexpr = BLOCK_M // (HEADS // KV_HEADS)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(tile_row_ptr + tile)
@@ -103,15 +110,11 @@ def _prefill_kernel(
         return
     queries = tl.minimum(query_len - first_query, QUERIES)
     seq_len = tl.load(seq_lens_ptr + row)
-    m_M = tl.arange(0, BLOCK_M)
-    d_D = tl.arange(0, BLOCK_D)
-    query_M = tl.minimum(m_M // GROUP, queries - 1)
-    head_M = kv_head * GROUP + m_M % GROUP
+    query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, queries, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
+    query_M = tl.minimum(query_M, queries - 1)
     token_M = (query_start + first_query + query_M).to(tl.int64)
-    mask_M = m_M < queries * GROUP
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
-    head_at_MD = head_M[:, None] * HEAD_DIM + d_D[None, :]
-    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + head_at_MD, mask=mask_MD, other=0.0)
+    at_MD = head_M[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + at_MD, mask=mask_MD, other=0.0)
     first_position = seq_len - query_len + first_query
     position_M = first_position + query_M
     lo = 0
@@ -127,9 +130,7 @@ def _prefill_kernel(
         middle = lo
     else:
         middle = lo + tl.maximum(tl.minimum(first_position + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
     head_kv_ptr = kv_ptr + kv_head * HEAD_DIM
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     if WINDOW == 0:
@@ -176,17 +177,15 @@ def _prefill_kernel(
         False,
     )
     if SPLITS > 1:
-        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
         state_M = (tl.program_id(2).to(tl.int64) * num_tokens + token_M) * HEADS + head_M
-        tl.store(mean_ptr + state_M[:, None] * HEAD_DIM + d_D[None, :], mean_MD, mask=mask_MD)
-        tl.store(lse_ptr + state_M, lse_M, mask=mask_M)
+        store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM)
     else:
         if SINK:
             sink_M = tl.load(sink_ptr + head_M).to(tl.float32)
             acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
-        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        mean_MD, _lse_M = mean_and_lse(acc_MD, sum_M, top_M)
         out_MD = mean_MD.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token_M[:, None] * out_stride + head_at_MD, out_MD, mask=mask_MD)
+        tl.store(out_ptr + token_M[:, None] * out_stride + at_MD, out_MD, mask=mask_MD)
 
 
 def prefill_attention(

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from engine.kernels.attention_tile import attend_reference, attend_tokens, mean_and_lse
+from engine.kernels.attention_tile import attend_reference, attend_tokens, empty_state, store_state, tile_rows
 from engine.kernels.decode_attention import LayerShape, States, TileConfig
 
 
@@ -82,7 +82,6 @@ def _prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
     if EARLY:
         tl_cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -95,23 +94,17 @@ def _prefix_kernel(
     hi = tl.load(piece_ptr + 3)
     table_row = tl.load(piece_ptr + 4).to(tl.int64)
     state = tl.load(piece_ptr + 5).to(tl.int64)
-    m_M = tl.arange(0, BLOCK_M)
-    d_D = tl.arange(0, BLOCK_D)
-    row_M = first_row + m_M // GROUP
-    head_M = kv_head * GROUP + m_M % GROUP
-    mask_M = m_M < rows * GROUP
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
-    q_at_MD = row_M.to(tl.int64)[:, None] * q_stride + head_M[:, None] * HEAD_DIM + d_D[None, :]
-    q_MD = tl.load(q_ptr + q_at_MD, mask=mask_MD, other=0.0)
+    query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
+    row_M = first_row + query_M
+    q_at_M = row_M.to(tl.int64) * q_stride + head_M * HEAD_DIM
+    q_MD = tl.load(q_ptr + q_at_M[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask_MD, other=0.0)
     position_M = tl.zeros([BLOCK_M], tl.int32)
     if WINDOW > 0:
         # A row of length 0 sees nothing and must not hold the tile back.
         length_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
         position_M = tl.where(length_M > 0, length_M - 1, 1 << 30)
         lo = tl.maximum(lo, (tl.min(position_M, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
     acc_MD, sum_M, top_M = attend_tokens(
         q_MD,
         acc_MD,
@@ -133,10 +126,8 @@ def _prefix_kernel(
         False,
         False,
     )
-    mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
     state_M = (state * state_rows + row_M) * HEADS + head_M
-    tl.store(mean_ptr + state_M[:, None] * HEAD_DIM + d_D[None, :], mean_MD, mask=mask_MD)
-    tl.store(lse_ptr + state_M, lse_M, mask=mask_M)
+    store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM)
 
 
 def prefix_attention(

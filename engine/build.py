@@ -34,6 +34,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.pages import PageManager
 from engine.validation import EngineLimits
+from engine.weights.arena import WeightArena
 from engine.weights.loader import load_weights
 
 
@@ -66,7 +67,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    model = build_model(spec, dtype, device)
+    arena = WeightArena(lambda device: build_model(spec, dtype, device), device)
+    model = arena.model
     fill(model)
     page_size = config.cache.page_size
     num_pages = kv_tokens(config, spec, device, dtype) // page_size
@@ -85,7 +87,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         cache=cache,
         runner=_runner(model, pool, backend, config.deterministic),
         sampler=Sampler(spec.vocab_size, device),
-        memory=MemoryTags(model, pool, cache),
+        memory=MemoryTags(arena, pool, cache),
         counters=EngineCounters(),
         layout=f"{config.dtype}/{page_size}",
     )
@@ -105,7 +107,7 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
     if isinstance(parts.runner, FusedRunner):
         from engine.runner.graph_stepper import GraphStepper
 
-        return GraphStepper(
+        stepper = GraphStepper(
             parts.model.spec,
             table,
             parts.pages.table,
@@ -113,8 +115,11 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             parts.runner.attention,
             parts.pages.pool,
             parts.config.scheduler.max_running,
+            parts.counters,
             parts.config.deterministic,
         )
+        parts.memory.graphs = stepper
+        return stepper
     return EagerStepper(table, builder, parts.runner, parts.sampler)
 
 

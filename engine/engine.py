@@ -282,7 +282,7 @@ class Engine:
         return self._parts.cache.flush(scope)
 
     def release_memory(self, tags: list[str], level: str = "offload") -> tuple[dict[str, int], dict[str, int]]:
-        """Give memory back; bytes by tag before and after. Refused while samples are held.
+        """Give memory back to the system; bytes by tag before and after. Refused while samples are held.
 
         Released weights are kept in host memory with `offload`; with `discard` they are gone,
         and after `resume_memory` the engine serves nothing until a full update is committed.
@@ -292,11 +292,10 @@ class Engine:
             raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
         if self.policy.pending is not None:
             raise Conflict(f"update {self.policy.pending!r} is open")
-        self._loop.forget()
         return self._parts.memory.release(tags, level)
 
     def resume_memory(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Bring released memory back; what is already there stays as it is."""
+        """Bring released memory back, at the addresses it had; what is already there stays as it is."""
         return self._parts.memory.resume(tags)
 
     # --- looking -----------------------------------------------------------------------------------

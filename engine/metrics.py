@@ -16,6 +16,8 @@ class EngineCounters:
     `prompt_tokens` and `cached_tokens` are the sums of what replies report per sample.
     `lookup_tokens`/`hit_tokens` are the cache's own share: what prefills asked for and found.
     `computed_tokens` went through the model in prefill, `decode_rows` in decode steps.
+    Of steps that run as captured graphs, `graph_rows` over `graph_padded_rows` is the share of rows
+    that are not padding; `graph_eager_steps` ran launch by launch because their capture failed.
     """
 
     steps: int = 0
@@ -38,6 +40,11 @@ class EngineCounters:
     updates_failed: int = 0
     update_pause_ms: float = 0.0
     step_seconds: float = 0.0
+    graph_captures: int = 0
+    graph_capture_seconds: float = 0.0
+    graph_rows: int = 0
+    graph_padded_rows: int = 0
+    graph_eager_steps: int = 0
 
 
 @dataclass(slots=True, frozen=True)

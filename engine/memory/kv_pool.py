@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 
 from engine.errors import Paused
+from engine.memory.slab import aligned, make_slab, part
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
 
 
 class KVPool:
-    """Keys and values of one token lie next to each other, so that one copy writes both.
+    """Keys and values of one token lie next to each other, so that one copy writes both. All layers
+    are parts of one slab, and keep their addresses when released memory comes back.
 
     `generation` rises whenever contents change other than by writing tokens; whoever keeps
     copies of rows must drop them then.
@@ -40,13 +42,16 @@ class KVPool:
         self.dtype = dtype
         self.device = torch.device(device)
         self.generation = 0
-        self._layers: list[torch.Tensor] = []
-        self.restore()
+        shape = (num_pages * page_size, 2 * self.num_kv_heads, self.head_dim)
+        stride = aligned(num_pages * page_size * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize)
+        self._slab = make_slab(self.num_layers * stride, self.device, "kv")
+        self._layers = [part(self._slab, layer * stride, shape, dtype) for layer in range(self.num_layers)]
+        self._zero()
 
     @property
     def bytes(self) -> int:
         """Bytes held now; 0 while released."""
-        return sum(layer.nbytes for layer in self._layers)
+        return sum(layer.nbytes for layer in self._layers) if self._slab.mapped else 0
 
     @property
     def token_bytes(self) -> int:
@@ -55,11 +60,11 @@ class KVPool:
 
     @property
     def released(self) -> bool:
-        return not self._layers
+        return not self._slab.mapped
 
     def tokens(self, layer: int) -> torch.Tensor:
         """View [N * S, 2K, H] of a layer by write slot: K key heads, then K value heads."""
-        if not self._layers:
+        if not self._slab.mapped:
             raise Paused("the key/value pool is released; resume memory first")
         return self._layers[layer]
 
@@ -96,17 +101,21 @@ class KVPool:
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the storage. Idempotent; reading or writing raises `Paused` until `restore`."""
-        self._layers = []
+        """Give the memory back. Idempotent; reading or writing raises `Paused` until `restore`."""
+        self._slab.unmap()
         self.generation += 1
 
     def restore(self) -> None:
-        """Create the storage again, empty. Idempotent."""
-        if self._layers:
-            return
-        shape = (self.num_pages * self.page_size, 2 * self.num_kv_heads, self.head_dim)
-        self._layers = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
-        self.generation += 1
+        """Take memory again, empty, at the same addresses. Idempotent."""
+        if not self._slab.mapped:
+            self._slab.map()
+            self._zero()
+            self.generation += 1
+
+    def _zero(self) -> None:
+        """What nobody wrote must not be NaN: masked keys still meet a product with zero."""
+        if self.device.type != "cpu":  # a fresh mapping of host memory is zero, and stays unbacked until touched
+            self._slab.data_U.zero_()
 
 
 def pack(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:

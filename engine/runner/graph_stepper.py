@@ -13,6 +13,8 @@ Shapes: B rows of a tier, P page-table columns, N query heads, H head size.
 from __future__ import annotations
 
 import bisect
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,11 +30,14 @@ from engine.kernels.sample_epilogue import sample_rows
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
+from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
 from engine.runner.stepper import BurstResult, HostCopy
 from engine.scheduler.batching import shared_prefixes
+
+logger = logging.getLogger(__name__)
 
 
 def tiers_up_to(most: int) -> list[int]:
@@ -47,17 +52,18 @@ def tiers_up_to(most: int) -> list[int]:
 
 @dataclass(slots=True)
 class Captured:
-    """One tier's step, as a graph's replay where there are graphs, and every buffer it touches: a
-    graph knows addresses only, so `scratch` must live as long as it does."""
+    """One tier's step, as a graph's replay where there are graphs (`graphed`), and every buffer it
+    touches: a graph knows addresses only, so `scratch` must live as long as it does."""
 
     replay: Callable[[], None]
+    graphed: bool
     slots_B: torch.Tensor
     metadata: DecodeMetadata
     scratch: tuple[torch.Tensor, ...]
 
 
 class GraphStepper:
-    """`captures` counts graphs made; `padded_rows` over `rows` is the share of work lost to tiers."""
+    """Graphs read weights and keys where they lie: both keep their addresses for life."""
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class GraphStepper:
         backend: TritonAttention,
         kv_pool: KVPool,
         max_rows: int,
+        counters: EngineCounters,
         deterministic: bool = False,
     ) -> None:
         self._deterministic = deterministic
@@ -76,6 +83,7 @@ class GraphStepper:
         self._forward = forward
         self._backend = backend
         self._pool = kv_pool
+        self._counters = counters
         self._tiers = tiers_up_to(max_rows)
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._memory = torch.cuda.graph_pool_handle() if kv_pool.device.type == "cuda" else None
@@ -83,12 +91,13 @@ class GraphStepper:
         self._drawn = SampleOut.empty(max_rows, kv_pool.device)
         # The largest buffers come first: those of smaller tiers then lie inside them.
         self._size = self._plan(max_rows, shared=not deterministic).size
-        self.captures = self.rows = self.padded_rows = 0
+        self.graph_bytes = 0
+        """Device memory taken by captures, graphs' own and their pool's."""
 
     def forget(self) -> None:
-        """Drop all graphs: storage they read has moved or is gone. They are captured anew when
-        needed."""
+        """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
+        self.graph_bytes = 0
         # The old pool dies with its graphs; capturing into its handle again is an error.
         if self._memory is not None:
             self._memory = torch.cuda.graph_pool_handle()
@@ -108,8 +117,9 @@ class GraphStepper:
             captured.metadata.set_prefixes(prefixes)
         for _ in range(steps):
             captured.replay()
-        self.rows += rows * steps
-        self.padded_rows += tier * steps
+        self._counters.graph_rows += rows * steps
+        self._counters.graph_padded_rows += tier * steps
+        self._counters.graph_eager_steps += 0 if captured.graphed else steps
         return HostCopy(self._table, captured.slots_B[:rows])
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:
@@ -165,23 +175,36 @@ class GraphStepper:
             sample_rows(self._forward.logits(hidden_BD), columns, drawn, self._workspace)
             advance_rows(table, slots_B, drawn)
 
-        self.captures += 1
-        replay = self._record(step) if self._memory is not None else step
-        captured = self._captured[tier, shared] = Captured(replay, slots_B, metadata, (ids_B, positions_B, out_BNH))
+        began = time.perf_counter()
+        replay = self._record(step) if self._memory is not None else None
+        self._counters.graph_captures += 1
+        self._counters.graph_capture_seconds += time.perf_counter() - began
+        scratch = (ids_B, positions_B, out_BNH)
+        captured = Captured(replay or step, replay is not None, slots_B, metadata, scratch)
+        self._captured[tier, shared] = captured
         return captured
 
     @torch.inference_mode()
-    def _record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Capture a step. Every slot is padding meanwhile, so that nothing is touched; the run
-        before the capture compiles kernels and warms libraries up."""
+    def _record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Capture a step; None where that fails, and the step then runs launch by launch. Every slot
+        is padding meanwhile, so that nothing is touched; the run before the capture compiles kernels
+        and warms libraries up."""
         stream = torch.cuda.Stream(self._pool.device)
         stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(stream):
             step()
         torch.cuda.current_stream(self._pool.device).wait_stream(stream)
+        free = torch.cuda.mem_get_info(self._pool.device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            step()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                step()
+        except RuntimeError as error:  # memory is short, or a library refuses to be captured
+            logger.warning("a decode step could not be captured and runs uncaptured: %s", error)
+            if not self.graph_bytes:
+                self._memory = torch.cuda.graph_pool_handle()
+            return None
+        self.graph_bytes += max(1, free - torch.cuda.mem_get_info(self._pool.device)[0])
         return graph.replay
 
 

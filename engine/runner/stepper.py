@@ -5,36 +5,83 @@ a burst's results to the host. `EagerStepper` does it operation by operation on 
 the reference; `engine.runner.graph_stepper` replays captured graphs. Ignores who runs and what
 results mean.
 
-Shapes: B rows of the burst, S slots, W ring width, V vocabulary.
+Shapes: B rows of the burst, S slots, W ring width, V vocabulary, C columns, K alternatives, T tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from engine.memory.device_columns import COLUMNS
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
-from engine.request import Sample
+from engine.request import Columns, Sample
 from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.sampling.params import RowSampling
+from engine.sampling.sampler import Sampler, SampleResult
 from engine.scheduler.batching import BatchBuilder
+from engine.types import Want
+
+
+@dataclass(slots=True, frozen=True)
+class StepModes:
+    """What a step computes beyond drawing plain rows: edits of logits, the ring columns of every
+    definition and of entropy, alternatives. Rows that need none of it pay nothing for others."""
+
+    edits: bool = False
+    columns: bool = False
+    top: bool = False
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> StepModes:
+        """The least that serves these samples for a burst that begins now."""
+        edits = columns = top = False
+        for sample in samples:
+            row = sample.row
+            edits = edits or (row.may_edit and row.edits_at(sample.length))
+            if not row.bare:
+                columns = columns or bool(row.want.extra_logprobs) or row.want.entropy
+                top = top or row.want.top_logprobs > 0
+        return StepModes(edits, columns, top)
 
 
 class HostResult:
-    """A burst's results on the host: totals and the ring rows of its slots."""
+    """A burst's results on the host: totals and the ring rows of its slots.
 
-    def __init__(self, new: np.ndarray, finished: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        self.new = new
-        self.finished = finished
-        self._ids = ids
-        self._logprobs = logprobs
+    `values_CBW` and the alternatives [rows with any, W, K] are there where the burst had them;
+    `top_rows` says which of the latter belongs to a row.
+    """
 
-    def tokens(self, row: int, start: int, end: int) -> tuple[list[int], list[float]]:
-        """New tokens [start, end) of a row and their log-probabilities."""
-        columns = np.arange(start, end) % self._ids.shape[1]
-        return self._ids[row, columns].tolist(), self._logprobs[row, columns].tolist()
+    def __init__(self, parts: dict[str, np.ndarray], top_rows: dict[int, int]) -> None:
+        self.new = parts["new"]
+        self.finished = parts["finished"]
+        self._parts = parts
+        self._top_rows = top_rows
+
+    def tokens(self, row: int, start: int, end: int, want: Want) -> tuple[list[int], Columns]:
+        """New tokens [start, end) of a row and the columns it wants."""
+        ids_BW, logprobs_BW = self._parts["ids"], self._parts["logprobs"]
+        places = np.arange(start, end) % ids_BW.shape[1]
+        columns = Columns(logprobs_BW[row, places].tolist())
+        for name in want.extra_logprobs:
+            columns.extra[name] = self._parts["values"][COLUMNS.index(name), row, places].tolist()
+        if want.entropy:
+            columns.entropy = self._parts["values"][COLUMNS.index("entropy"), row, places].tolist()
+        if want.top_logprobs:
+            self._add_alternatives(columns, self._top_rows[row], places, want.top_logprobs)
+        return ids_BW[row, places].tolist(), columns
+
+    def _add_alternatives(self, columns: Columns, top_row: int, places: np.ndarray, count: int) -> None:
+        """In descending order, ties by the lower id."""
+        ids_TK = self._parts["top_ids"][top_row, places, :count]
+        values_TK = self._parts["top_logprobs"][top_row, places, :count]
+        order_TK = np.lexsort((ids_TK, -values_TK), axis=-1)
+        columns.top_ids = np.take_along_axis(ids_TK, order_TK, -1).tolist()
+        columns.top_logprobs = np.take_along_axis(values_TK, order_TK, -1).tolist()
 
 
 class BurstResult(Protocol):
@@ -46,24 +93,31 @@ class Stepper(Protocol):
         """Enqueue `steps` decode steps of the rows in `slots`, in that order. Pages are reserved."""
         ...
 
-    def forget(self) -> None:
-        """Weights or pools have moved: drop whatever remembers their addresses."""
-        ...
-
 
 class HostCopy:
     """Results copied to pinned memory behind a burst; `wait` blocks until they are there."""
 
-    def __init__(self, table: DeviceTable, slots_B: torch.Tensor) -> None:
-        parts = (table.new_S, table.finished_S, table.ring_ids_SW, table.ring_logprobs_SW)
-        self._host = []
-        for part in parts:
-            rows = part.index_select(0, slots_B)
-            if rows.device.type == "cuda":
-                target = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-                target.copy_(rows, non_blocking=True)
-                rows = target
-            self._host.append(rows)
+    def __init__(self, table: DeviceTable, slots_B: torch.Tensor, samples: Sequence[Sample], modes: StepModes) -> None:
+        columns = table.columns
+        parts = {
+            "new": table.new_S.index_select(0, slots_B),
+            "finished": table.finished_S.index_select(0, slots_B),
+            "ids": table.ring_ids_SW.index_select(0, slots_B),
+            "logprobs": table.ring_logprobs_SW.index_select(0, slots_B),
+        }
+        if modes.columns:
+            parts["values"] = columns.values_CSW.index_select(1, slots_B)
+        self._top_rows: dict[int, int] = {}
+        if modes.top:
+            rows = []
+            for row, sample in enumerate(samples):
+                if sample.row.want.top_logprobs and sample.sequence is not None:
+                    self._top_rows[row] = len(rows)
+                    rows.append(columns.top_row(sample.sequence.slot))
+            rows_R = torch.tensor(rows, dtype=torch.int64, device=slots_B.device)
+            parts["top_ids"] = columns.top_ids_RWK.index_select(0, rows_R)
+            parts["top_logprobs"] = columns.top_logprobs_RWK.index_select(0, rows_R)
+        self._parts = {name: _to_host(part) for name, part in parts.items()}
         self._event = torch.cuda.Event() if table.device.type == "cuda" else None
         if self._event is not None:
             self._event.record()
@@ -71,7 +125,16 @@ class HostCopy:
     def wait(self) -> HostResult:
         if self._event is not None:
             self._event.synchronize()
-        return HostResult(*(part.numpy() for part in self._host))
+        return HostResult({name: part.numpy() for name, part in self._parts.items()}, self._top_rows)
+
+
+def _to_host(part: torch.Tensor) -> torch.Tensor:
+    """Under way to pinned memory where it comes from a GPU."""
+    if part.device.type != "cuda":
+        return part
+    target = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    target.copy_(part, non_blocking=True)
+    return target
 
 
 class EagerStepper:
@@ -92,10 +155,7 @@ class EagerStepper:
             if not rows:
                 break
             self._step([samples[row] for row in rows], slots_B[rows])
-        return HostCopy(table, slots_B)
-
-    def forget(self) -> None:
-        """Nothing is remembered between bursts."""
+        return HostCopy(table, slots_B, samples, StepModes.of(samples))
 
     def _step(self, samples: list[Sample], slots_B: torch.Tensor) -> None:
         table = self._table
@@ -103,29 +163,48 @@ class EagerStepper:
         batch = self._builder.build_decode(samples, table.last_token_S[slots_B].tolist(), computed_B.tolist())
         logits_BV = self._runner.logits(self._runner.hidden(batch))
         positions = (computed_B + 1).tolist()
-        result = self._sampler.sample(logits_BV, [s.row for s in samples], positions)
-        advance(table, slots_B, result.ids.to(torch.int64), result.logprobs, result.bad)
+        rows = [self._row(sample, slot) for sample, slot in zip(samples, slots_B.tolist(), strict=True)]
+        advance(table, slots_B, self._sampler.sample(logits_BV, rows, positions))
+
+    def _row(self, sample: Sample, slot: int) -> RowSampling:
+        """The sample's state with its tokens that nobody has committed yet."""
+        if not sample.row.penalises:
+            return sample.row
+        table = self._table
+        places = np.arange(len(sample.ids), int(table.new_S[slot])) % table.ring
+        return sample.row.ahead(table.ring_ids_SW[slot, torch.from_numpy(places)].tolist())
 
 
-def advance(
-    table: DeviceTable,
-    slots_B: torch.Tensor,
-    ids_B: torch.Tensor,
-    logprobs_B: torch.Tensor,
-    bad_B: torch.Tensor,
-) -> None:
-    """Take one drawn token per running row into the table: ring, counters, stops.
+def advance(table: DeviceTable, slots_B: torch.Tensor, result: SampleResult) -> None:
+    """Take one drawn token per running row into the table: rings, counters, stops.
 
     A bad row finishes without its token. The reference of the kernel in `engine.kernels.decode_step`.
     """
-    table.finished_S[slots_B[bad_B]] = BAD
-    slots_B, ids_B, logprobs_B = slots_B[~bad_B], ids_B[~bad_B], logprobs_B[~bad_B]
+    table.finished_S[slots_B[result.bad]] = BAD
+    good_B = ~result.bad
+    slots_B, ids_B = slots_B[good_B], result.ids[good_B].to(torch.int64)
     new_B = table.new_S[slots_B]
-    column_B = (new_B % table.ring).to(torch.int64)
-    table.ring_ids_SW[slots_B, column_B] = ids_B.to(torch.int32)
-    table.ring_logprobs_SW[slots_B, column_B] = logprobs_B
+    place_B = (new_B % table.ring).to(torch.int64)
+    table.ring_ids_SW[slots_B, place_B] = ids_B.to(torch.int32)
+    table.ring_logprobs_SW[slots_B, place_B] = result.logprobs[good_B]
+    values_CSW = table.columns.values_CSW
+    for name, column_B in (*result.extra_logprobs.items(), ("entropy", result.entropy)):
+        if column_B is not None:
+            values_CSW[COLUMNS.index(name), slots_B, place_B] = column_B[good_B]
+    if result.top_ids is not None and result.top_logprobs is not None:
+        _advance_top(table, slots_B, place_B, result.top_ids[good_B], result.top_logprobs[good_B])
     table.last_token_S[slots_B] = ids_B
     table.computed_S[slots_B] += 1
     table.new_S[slots_B] = new_B + 1
     stopped_B = (table.stop_ids_SK[slots_B] == ids_B[:, None]).any(1) | (new_B + 1 >= table.max_new_S[slots_B])
     table.finished_S[slots_B] = torch.where(stopped_B, STOPPED, RUNNING).to(torch.int32)
+
+
+def _advance_top(
+    table: DeviceTable, slots_B: torch.Tensor, place_B: torch.Tensor, ids_BK: torch.Tensor, logprobs_BK: torch.Tensor
+) -> None:
+    columns, count = table.columns, ids_BK.shape[1]
+    asked_B = columns.top_count_S[slots_B] > 0
+    rows_B, place_B = columns.top_row_S[slots_B[asked_B]].to(torch.int64), place_B[asked_B]
+    columns.top_ids_RWK[rows_B, place_B, :count] = ids_BK[asked_B].to(torch.int32)
+    columns.top_logprobs_RWK[rows_B, place_B, :count] = logprobs_BK[asked_B]

@@ -56,9 +56,6 @@ class SerialLoop:
         """Make the host's view whole, which here it always is."""
         return False
 
-    def forget(self) -> None:
-        """Weights or pools have moved; nothing here remembers where they were."""
-
     def _run(self, decode: bool) -> bool:
         began = time.perf_counter()
         scheduler = self._scheduler

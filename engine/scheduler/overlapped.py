@@ -5,10 +5,11 @@ is busy. Ignores how a burst runs (`engine.runner.stepper`) and what commits mea
 equal `SerialLoop`'s token for token.
 
 The host never waits for a token to launch the next one. Stops on ids, length and bad logits are
-the device's; a finished row is a no-op until its slot is handed out again. What the host alone
-can see, a stop string or an abort, ends a sample at commit: tokens that the device went on to
-compute are dropped before anybody sees them, and pages it still writes hold nothing that others
-can read, since everything later is ordered behind it in one stream.
+the device's; a finished row is a no-op until its slot is handed out again. What the host alone can
+see (a stop string, an abort, one of more stop ids than the device looks for) ends a sample at
+commit: tokens that the device went on to compute are dropped before anybody sees them, and pages it
+still writes hold nothing that others can read, since everything later is ordered behind it in one
+stream.
 """
 
 from __future__ import annotations
@@ -74,10 +75,6 @@ class OverlappedLoop:
         if scheduler.wants_prefill:
             worked = self.settle()
             worked = self._serial.prefill() or worked
-        if not all(can_run_on_device(sample) for sample in scheduler.running):
-            worked = self.settle() or worked
-            self._resident.clear()
-            return self._serial.step() or worked
         previous = self._flying
         # With prefill under way the host comes back soon, so that neither side waits long.
         self._flying = self._launch(previous, 2 if scheduler.prefills else self._burst)
@@ -95,10 +92,6 @@ class OverlappedLoop:
             self._commit(burst)
         return burst is not None
 
-    def forget(self) -> None:
-        """Weights or pools have moved."""
-        self._stepper.forget()
-
     def _launch(self, previous: Burst | None, most: int) -> Burst | None:
         scheduler = self._scheduler
         flying = {} if previous is None else dict.fromkeys(previous.keys, previous.steps)
@@ -115,12 +108,24 @@ class OverlappedLoop:
             samples, steps = list(scheduler.running), 1
             if not samples:
                 return None
-        joining = [s for s in samples if self._resident.get(_slot(s)) != _key(s)]
-        self._table.admit([row_state(s) for s in joining])
-        self._resident.update((_slot(s), _key(s)) for s in joining)
+        self._hand_over(samples)
         result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
         self._counters.steps += steps
         return Burst(samples, [_key(s) for s in samples], steps, result)
+
+    def _hand_over(self, samples: list[Sample]) -> None:
+        """Give the device the rows whose state it does not hold, and take back what those that have
+        gone since the last such time still hold."""
+        joining = [s for s in samples if self._resident.get(_slot(s)) != _key(s)]
+        if not joining:
+            return
+        slots = {_slot(s) for s in samples}
+        gone = [slot for slot in self._resident if slot not in slots]
+        self._table.release(gone)
+        for slot in gone:
+            del self._resident[slot]
+        self._table.admit([row_state(s) for s in joining])
+        self._resident.update((_slot(s), _key(s)) for s in joining)
 
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
@@ -131,27 +136,16 @@ class OverlappedLoop:
             start, end = len(sample.ids), int(columns.new[row])
             count = min(end - start, burst.steps)
             if count > 0:
-                ids, logprobs = columns.tokens(row, start, start + count)
+                ids, wanted = columns.tokens(row, start, start + count, sample.row.want)
                 self._counters.decode_rows += count
-                self._committer.commit_run(sample, ids, logprobs)
+                self._committer.commit_run(sample, ids, wanted, has_host_stops(sample))
             if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
                 self._committer.fail_bad_logits(sample)
 
 
-def can_run_on_device(sample: Sample) -> bool:
-    """Whether the device's columns express everything this sample asks for."""
-    params, want = sample.row.params, sample.row.want
-    return not (
-        params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or want.extra_logprobs
-        or want.top_logprobs
-        or want.entropy
-        or len(sample.row.stop_ids) > DeviceTable.MAX_STOPS
-        or (sample.row.stop_ids and params.min_new > len(sample.ids))
-    )
+def has_host_stops(sample: Sample) -> bool:
+    """Whether there are more stop ids than the device looks for."""
+    return len(sample.row.stop_ids) > DeviceTable.MAX_STOPS
 
 
 def row_state(sample: Sample) -> RowState:
@@ -170,6 +164,7 @@ def row_state(sample: Sample) -> RowState:
         min_p=params.min_p,
         definition=DEFINITIONS.index(sample.row.want.logprobs),
         stop_ids=tuple(sorted(sample.row.stop_ids)),
+        row=sample.row,
     )
 
 

@@ -82,12 +82,20 @@ def test_case_g5_unknown_modes_are_refused(t_full, mode):
     assert engine.paused is None
 
 
+def addresses(engine) -> list[int]:
+    pool = engine._parts.runner.kv_pool
+    layers = [layer.data_ptr() for layer in pool._layers]
+    return layers + [parameter.data_ptr() for parameter in engine._parts.model.parameters()]
+
+
 def test_case_m1_m4_release_and_restore(t_full):
     engine = make_engine(t_full)
     (before,) = engine.generate([ask("g", prompt(16))])
+    places = addresses(engine)
     for level in ("discard", "offload", "discard"):
         held, released = engine.release_memory(["weights", "kv"], level)
-        assert held["kv"] > 0 and released == {"weights": 0, "kv": 0}
+        assert held["kv"] > 0 and held["weights"] > 0 and released == {"weights": 0, "kv": 0, "graphs": 0}
+        assert addresses(engine) == places
         with pytest.raises(Paused):
             engine.generate([ask("g", prompt(4))])
         engine.resume_memory(["weights"])
@@ -105,6 +113,10 @@ def test_case_m1_m4_release_and_restore(t_full):
         np.testing.assert_allclose(after.samples[0].logprobs, before.samples[0].logprobs, atol=1e-6)
         assert after.hit.usable == 0
         engine.check()
+    engine.release_memory(["graphs"])
+    with pytest.raises(Paused, match="graphs"):
+        engine.generate([ask("g", prompt(4))])
+    engine.resume_memory(["graphs"])
     engine.release_memory(["kv"])
     engine.release_memory(["kv"])
     with pytest.raises(InvalidRequest, match="tags"):
@@ -278,7 +290,7 @@ def test_nan_logits_end_one_sample_only(t_full):
     (name,) = [n for n in embedding if "embed" in n]
     embedding[name].data[400] = float("nan")
     good, bad = engine.generate([ask("good", prompt(8)), ask("bad", [10, 400, 11])])
-    assert bad.samples[0].finish == "error" and bad.samples[0].error.code == "CORRUPT"
+    assert bad.samples[0].finish == "error" and bad.samples[0].error.code == "INTERNAL"
     assert_sample_is_reference(t_full, prompt(8), good.samples[0], 8)
     (again,) = engine.generate([ask("again", prompt(8))])
     assert_sample_is_reference(t_full, prompt(8), again.samples[0], 8)

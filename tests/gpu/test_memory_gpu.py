@@ -1,0 +1,78 @@
+"""Slabs on a GPU: the driver has the memory back, and it returns where it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import TooLarge
+from engine.memory.slab import make_slab, part
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+SIZE = 256 << 20
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_a_slab_goes_and_comes_back_at_its_address() -> None:
+    slab = make_slab(SIZE, DEVICE, "test")
+    view = part(slab, SIZE // 2, (1024, 1024), torch.bfloat16)
+    place, held = view.data_ptr(), free_bytes()
+    for value in (1.0, 2.0):
+        slab.unmap()
+        slab.unmap()
+        assert not slab.mapped and free_bytes() >= held + SIZE
+        slab.map()
+        slab.map()
+        assert slab.mapped and view.data_ptr() == place and free_bytes() <= held + (8 << 20)
+        view.fill_(value)
+        assert view.float().sum().item() == value * 1024 * 1024
+
+
+def test_a_captured_graph_outlives_the_memory_it_reads() -> None:
+    slab = make_slab(SIZE, DEVICE, "test")
+    a = part(slab, 0, (512, 512), torch.float32)
+    b = part(slab, SIZE // 2, (512, 512), torch.float32)
+    out = torch.zeros(512, 512, device=DEVICE)
+    a.fill_(1)
+    b.fill_(1)
+    torch.mm(a, b, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mm(a, b, out=out)
+    for factor in (2.0, 3.0):
+        slab.unmap()
+        taken = torch.full((SIZE // 4,), float("nan"), device=DEVICE)
+        slab.map()
+        a.fill_(factor)
+        b.fill_(1)
+        graph.replay()
+        assert bool((out == 512 * factor).all())
+        del taken
+
+
+def test_memory_is_the_drivers_once_the_last_view_is_gone() -> None:
+    torch.cuda.empty_cache()
+    before = free_bytes()
+    slab = make_slab(SIZE, DEVICE, "test")
+    view = part(slab, 0, (4,), torch.float32).fill_(7)
+    assert free_bytes() <= before - SIZE
+    del slab
+    assert view.sum().item() == 28
+    del view
+    assert free_bytes() >= before - (8 << 20)
+
+
+def test_too_little_memory_is_named_and_changes_nothing() -> None:
+    slab = make_slab(SIZE, DEVICE, "kv")
+    slab.unmap()
+    with pytest.raises(TooLarge, match="kv"):
+        make_slab(1 << 50, DEVICE, "kv")
+    slab.map()
+    assert part(slab, 0, (8,), torch.float32).fill_(1).sum().item() == 8

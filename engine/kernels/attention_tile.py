@@ -11,6 +11,9 @@ Shapes: M query rows of a tile, N tokens of a tile, D the head size padded to a 
 Q queries, C context tokens, H head size, K key/value heads.
 """
 
+# What kernels return is invisible to the type checker.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch
@@ -73,7 +76,7 @@ def tile_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple:
+):
     """(query_M, head_M, mask_M, mask_MD) of a tile of queries with the heads of one key/value head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M = tl.arange(0, BLOCK_M)
@@ -85,7 +88,7 @@ def tile_rows(
 
 
 @triton.jit
-def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr) -> tuple:
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """The softmax state of no keys."""
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     return acc_MD, tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -195,7 +198,7 @@ def mean_and_lse(acc_MD, sum_M, top_M):
 
 @triton.jit
 def store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM: tl.constexpr):
-    """Store each row's state at the index `state_M`, [.., N] states counted through."""
+    """Store each row's state at `state_M`, the index counted over all states and heads."""
     mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
     # Addresses are computed here: those of the queries, kept for it, would cost registers in the loop.
     d_D = tl.arange(0, acc_MD.shape[1])

@@ -11,7 +11,7 @@ row, M = G padded to at least 16 query rows, D = H padded to a power of two.
 """
 
 # A launch takes plain values where the kernel declares compile-time ones.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from engine.kernels.attention_tile import (
     add_sink,
@@ -33,6 +32,7 @@ from engine.kernels.attention_tile import (
     store_state,
     tile_rows,
 )
+from engine.kernels.early import await_inputs, is_early, options, release_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,9 @@ def _decode_kernel(
     item = tl.program_id(1)
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
+    if not SHARED:
+        await_inputs(EARLY)
+        release_next(EARLY)
     if row < 0:
         return
     lo = tl.load(item_ptr + 1)
@@ -226,8 +229,8 @@ def _decode_kernel(
                 state += HEADS
     if last:
         if SHARED:
-            if EARLY:
-                tl_cuda.gdc_wait()
+            await_inputs(EARLY)  # the prefix kernel's states
+            release_next(EARLY)
             state = wide_row * HEADS
             for _ in range(0, tl.load(item_ptr + 5)):
                 lse_M = tl.load(prefix_lse_ptr + state + head_M, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
@@ -256,18 +259,18 @@ def decode_attention(
     config: TileConfig,
     sink_N: torch.Tensor | None = None,
     prefix: States | None = None,
-    early: bool = False,
 ) -> None:
     """Write out_BNH, zeros for rows of length 0.
 
     `partial` holds W states, `arrived_BK` int32 zeros that are zeros again afterwards. `prefix` holds
-    [S, B] states of which each row reads as many as its items say. `early` starts while the launch
-    before it, which must be the prefix kernel's, still runs (compute capability 9 and newer).
+    [S, B] states of which each row reads as many as its items say: where launches overlap
+    (`engine.kernels.early`), the one before must then be the prefix kernel's, and items come from two
+    launches back at least. Every batch has a row, so some program waits.
     """
     assert q_BNH.stride()[1:] == (shape.head_dim, 1) == out_BNH.stride()[1:], "heads of a row must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
     assert partial.lse_IN.shape[0] >= items_W8.shape[0], "a state for each item"
-    shared = prefix is not None
+    shared, early = prefix is not None, is_early(q_BNH)
     prefix_states = prefix if prefix is not None else partial
     _decode_kernel[(shape.num_kv_heads, items_W8.shape[0])](
         q_BNH,
@@ -289,9 +292,9 @@ def decode_attention(
         **shape.constants,
         SINK=sink_N is not None,
         SHARED=shared,
-        EARLY=early and shared,
+        EARLY=early,
         BLOCK_M=max(16, power_of_two(shape.group)),
         BLOCK_N=config.block_n,
         **config.options,
-        **({"launch_pdl": True} if early and shared else {}),
+        **options(early),
     )

@@ -6,7 +6,7 @@ Shapes: S states, T tokens, N query heads, H head size, D = H padded to a power 
 """
 
 # A launch takes plain values where the kernel declares compile-time ones.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ M = queries of a tile times heads of a group, D = H padded to a power of two.
 """
 
 # A launch takes plain values where the kernel declares compile-time ones.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

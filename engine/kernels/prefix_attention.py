@@ -13,17 +13,17 @@ padded to a power of two.
 """
 
 # A launch takes plain values where the kernel declares compile-time ones.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from engine.kernels.attention_tile import attend_reference, attend_tokens, empty_state, store_state, tile_rows
 from engine.kernels.decode_attention import LayerShape, States, TileConfig
+from engine.kernels.early import await_inputs, is_early, options, release_next
 
 
 def prefix_reference(
@@ -82,8 +82,9 @@ def _prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    if EARLY:
-        tl_cuda.gdc_launch_dependents()
+    # Whatever waits for this launch to release it may read queries, keys and values.
+    await_inputs(EARLY)
+    release_next(EARLY)
     kv_head = tl.program_id(0)
     piece_ptr = pieces_ptr + tl.program_id(1) * 8
     rows = tl.load(piece_ptr + 1)
@@ -139,15 +140,14 @@ def prefix_attention(
     states: States,
     shape: LayerShape,
     config: TileConfig,
-    early: bool = False,
 ) -> None:
     """Write the states of `pieces_X8` into `states` ([S, B] of them), nothing for padding.
 
-    A piece has at most `config.block_m // group` rows. `early` lets the next launch start already
-    (compute capability 9 and newer).
+    A piece has at most `config.block_m // group` rows.
     """
     assert q_BNH.stride()[1:] == (shape.head_dim, 1), "heads of a row must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
+    early = is_early(q_BNH)
     _prefix_kernel[(shape.num_kv_heads, pieces_X8.shape[0])](
         q_BNH,
         layer_kv,
@@ -164,4 +164,5 @@ def prefix_attention(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         **config.options,
+        **options(early),
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.attention.base import AttentionBackend
+from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineConfig
@@ -73,7 +74,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     page_size = config.cache.page_size
     num_pages = kv_tokens(config, spec, device, dtype) // page_size
     pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
-    backend = make_attention(config.attention, spec, device, config.deterministic)
+    backend = make_attention(config.attention, spec, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)
     cache = PrefixCache(allocator, page_size)
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
@@ -94,7 +95,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
-    if backend.name == "triton":
+    if backend.name in ("triton", "flashinfer"):
         from engine.attention.triton import TritonAttention
 
         assert isinstance(backend, TritonAttention)
@@ -151,7 +152,15 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         raise InvalidRequest(
             field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
         )
-    attention = resolve_attention(config.attention, spec, device)
+    setting = Setting(
+        spec,
+        DTYPES[dtype],
+        torch.device(device),
+        config.cache.page_size,
+        config.scheduler.prefill_tokens,
+        config.deterministic,
+    )
+    attention = resolve_attention(config.attention, spec, device, setting)
     return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop)
 
 

@@ -127,7 +127,6 @@ class TritonAttention:
                 prefix,
                 shape,
                 metadata.prefix_tiles,
-                metadata.early,
             )
         decode_attention(
             q_BNH,
@@ -142,7 +141,6 @@ class TritonAttention:
             metadata.decode_tiles,
             sink_N,
             prefix,
-            metadata.early,
         )
 
     # The eager form.
@@ -153,9 +151,9 @@ class TritonAttention:
         self._num_decode = batch.num_decode
         self._decode = self._plan_decode(batch, kv_pool) if batch.num_decode else None
         self._prefill = None
-        if batch.num_rows > batch.num_decode:
-            if self._prefill_part is None or not self._prefill_part.plan(batch, kv_pool):
-                self._prefill = self._plan_prefill(batch, kv_pool)
+        part = self._prefill_part
+        if batch.num_rows > batch.num_decode and not (part is not None and part.plan(batch, kv_pool)):
+            self._prefill = self._plan_prefill(batch, kv_pool)
 
     def _plan_decode(self, batch: ForwardBatch, kv_pool: KVPool) -> DecodeMetadata:
         rows = batch.num_decode

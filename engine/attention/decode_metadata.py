@@ -30,7 +30,7 @@ MIN_SAVED_BYTES = 12 << 20
 MIN_SAVED_SEGMENT_BYTES = 256 << 10
 """A prefix that saves less is not worth its pieces."""
 
-WAVES = 3
+WAVES = 2
 """Programs a multiprocessor should have to choose from where rows are few or of unequal length."""
 
 FIXED_SPLITS = 16
@@ -110,8 +110,6 @@ class DecodeMetadata:
     prefix_tiles: TileConfig
     extra: int
     fixed_splits: int
-    early: bool = False
-    """Whether the own-token kernel starts while the prefix kernel runs (compute capability 9 on)."""
     prefix: States | None = None
     packed: torch.Tensor | None = field(default=None, repr=False)
     """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of."""

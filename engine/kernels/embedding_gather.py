@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
+
 MAX_BLOCK = 1024
 
 
@@ -22,7 +24,9 @@ def embedding_gather_reference(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> 
 
 
 @triton.jit
-def embedding_gather_kernel(ids_ptr, weight_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
+def embedding_gather_kernel(ids_ptr, weight_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    await_inputs(EARLY)
+    release_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64)
@@ -38,8 +42,16 @@ def embedding_gather(
     tokens, width = ids_T.shape[0], weight_VD.shape[1]
     out = weight_VD.new_empty(tokens, width) if out is None else out
     block = min(max_block, triton.next_power_of_2(width))
+    early = is_early(out)
     if tokens:
         embedding_gather_kernel[(tokens, triton.cdiv(width, block))](
-            ids_T, weight_VD, out, D=width, BLOCK=block, num_warps=max(1, min(4, block // 256))
+            ids_T,
+            weight_VD,
+            out,
+            D=width,
+            BLOCK=block,
+            EARLY=early,
+            num_warps=max(1, min(4, block // 256)),
+            **options(early),
         )
     return out

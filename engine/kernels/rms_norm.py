@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
+
 
 def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     wide_TD = x_TD.float()
@@ -31,12 +33,15 @@ def add_rms_norm_reference(
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, BLOCK)
     inside = at < D
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    await_inputs(EARLY)
+    release_next(EARLY)
     x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
@@ -87,6 +92,7 @@ def _launch(
     tokens, width = x_TD.shape
     assert x_TD.is_contiguous() and out.is_contiguous(), "rows must be contiguous"
     assert residual_TD is None or residual_TD.is_contiguous(), "rows must be contiguous"
+    early = is_early(x_TD)
     if tokens:
         rms_norm_kernel[(tokens,)](
             x_TD,
@@ -97,5 +103,7 @@ def _launch(
             D=width,
             BLOCK=triton.next_power_of_2(width),
             ADD=residual_TD is not None,
+            EARLY=early,
             num_warps=warps or warps_for(width),
+            **options(early),
         )

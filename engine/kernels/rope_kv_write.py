@@ -2,7 +2,8 @@
 
 Owns the optional norm of query and key heads, their rotation, and the write of keys and values to
 the page pool. Rounds where `engine.layers` does: as `rms_norm`, then each rotation product, then
-their sum. A token whose slot is -1 (padding) is skipped: nothing of it is read or written.
+their sum. A token whose slot is -1 (padding) is skipped: nothing of it is written. Slots and positions come
+from at least two launches before (`engine.kernels.early`).
 
 Shapes: T tokens, N query heads, K key/value heads, H head size, C positions, S slots of the pool.
 `qkv_TE` is [T, (N + 2K) * H], query, key, value heads side by side. `cos_CH`, `sin_CH` are
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.rms_norm import rms_norm_reference
 
 HEADS_PER_PROGRAM = 8
@@ -96,12 +98,15 @@ def rope_kv_write_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    await_inputs(EARLY)
+    release_next(EARLY)
     if slot < 0:
         return
-    position = tl.load(positions_ptr + token).to(tl.int64)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF)[None, :]
@@ -164,6 +169,7 @@ def rope_kv_write(
     half = triton.next_power_of_2(size // 2)
     total = shape.num_heads + 2 * shape.num_kv_heads
     heads = min(heads_per_program, triton.next_power_of_2(total))
+    early = is_early(qkv_TE)
     if tokens:
         rope_kv_write_kernel[(tokens, triton.cdiv(total, heads))](
             qkv_TE,
@@ -184,7 +190,9 @@ def rope_kv_write(
             HALF=half,
             HEADS=heads,
             NORM=norm is not None,
+            EARLY=early,
             num_warps=warps or max(1, min(4, heads * half // 128)),
             enable_fp_fusion=False,
+            **options(early),
         )
     return q_TE.view(tokens, shape.num_heads, size)

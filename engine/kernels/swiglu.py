@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
+
 BLOCK = 1024
 
 
@@ -29,7 +31,9 @@ def silu(gate, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    await_inputs(EARLY)
+    release_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -46,8 +50,9 @@ def silu_and_mul(
     tokens, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
     assert gate_up_T2I.is_contiguous(), "rows must be contiguous"
     out = gate_up_T2I.new_empty(tokens, width) if out is None else out
+    early = is_early(out)
     if tokens:
         silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
-            gate_up_T2I, out, WIDTH=width, BLOCK=block, num_warps=warps
+            gate_up_T2I, out, WIDTH=width, BLOCK=block, EARLY=early, num_warps=warps, **options(early)
         )
     return out

@@ -15,16 +15,20 @@ from typing import cast
 import torch
 
 from engine.kernels.embedding_gather import embedding_gather
-from engine.kernels.gemv import gemv
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
+from engine.kernels.skinny_matmul import InputNorm, skinny_matmul
 from engine.kernels.swiglu import silu_and_mul
-from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.norm import RMSNorm
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Attention, DecoderLayer, DenseDecoderLM
 
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 """(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""
+Mix = Callable[[torch.Tensor], torch.Tensor]
+"""qkv_TE -> out_TE of one layer."""
+
+FEW_ROWS = 64
 
 
 class FusedForward:
@@ -48,49 +52,83 @@ class FusedForward:
         capture: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
-        decoder, layers, rotary = self._model.model, self._layers, self._model.rotary
+        decoder, layers = self._model.model, self._layers
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
-        x_TD = rms_norm(residual_TD, layers[0].input_layernorm.weight, self._eps)
+        few = self._are_few(residual_TD)
+        x_TD = residual_TD if few else rms_norm(residual_TD, layers[0].input_layernorm.weight, self._eps)
         for index, layer in enumerate(layers):
-            attention = layer.self_attn
-            q_TNH = rope_kv_write(
-                self._product(attention.qkv_proj, x_TD),
-                self._shape,
-                self._norms[index],
-                rotary.cos_CE,
-                rotary.sin_CE,
-                positions_T,
-                write_slots_T,
-                self._pool.tokens(index),
-            )
-            out_TNH = attend(q_TNH, index)
-            x_TD = self._product(attention.o_proj, out_TNH.reshape(x_TD.shape[0], -1))
-            x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
-            x_TD = self._product(layer.mlp.down_proj, self._gated(layer.mlp.gate_up_proj, x_TD))
-            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
-            x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, following.weight, self._eps)
+
+            def attention(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
+                q_TNH = self._rotated(qkv_TE, index, positions_T, write_slots_T)
+                return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
+
+            if few:
+                self._few_rows(layer, residual_TD, attention)
+            else:
+                following = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
+                x_TD = self._many_rows(layer, x_TD, residual_TD, attention, following)
             if capture is not None and index in capture:
                 capture[index] = residual_TD.clone()
-        return x_TD
+        return rms_norm(residual_TD, decoder.norm.weight, self._eps) if few else x_TD
+
+    def _few_rows(self, layer: DecoderLayer, residual_TD: torch.Tensor, attention: Mix) -> None:
+        """A layer whose every launch reads a weight once; norms, gate and sums ride along."""
+        before, between = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
+        projection, mlp = layer.self_attn.qkv_proj, layer.mlp
+        out_TE = attention(skinny_matmul(residual_TD, projection.weight, projection.bias, before))
+        output = layer.self_attn.o_proj
+        skinny_matmul(out_TE, output.weight, output.bias, residual_MN=residual_TD, out=residual_TD)
+        inner_TI = skinny_matmul(residual_TD, mlp.gate_up_proj.weight, norm=between, gated=True)
+        skinny_matmul(inner_TI, mlp.down_proj.weight, mlp.down_proj.bias, residual_MN=residual_TD, out=residual_TD)
+
+    def _many_rows(
+        self,
+        layer: DecoderLayer,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor,
+        attention: Mix,
+        following: RMSNorm,
+    ) -> torch.Tensor:
+        """A layer from normed inputs; returns them for the layer that comes next."""
+        x_TD = layer.self_attn.o_proj(attention(layer.self_attn.qkv_proj(x_TD)))
+        x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
+        x_TD = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(x_TD)))
+        return add_rms_norm(x_TD, residual_TD, following.weight, self._eps)[0]
+
+    def _rotated(
+        self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor
+    ) -> torch.Tensor:
+        """Query heads; the layer's keys and values are in the pool afterwards."""
+        rotary = self._model.rotary
+        return rope_kv_write(
+            qkv_TE,
+            self._shape,
+            self._norms[index],
+            rotary.cos_CE,
+            rotary.sin_CE,
+            positions_T,
+            write_slots_T,
+            self._pool.tokens(index),
+        )
+
+    def _norm(self, norm: RMSNorm) -> InputNorm:
+        return InputNorm(norm.weight, self._eps)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV in the weights' dtype."""
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        return gemv(hidden_RD, head.weight) if self._reads_weights(hidden_RD) else head.project(hidden_RD)
+        return skinny_matmul(hidden_RD, head.weight) if self._are_few(hidden_RD) else head.project(hidden_RD)
 
-    def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        return gemv(x_TD, layer.weight, layer.bias) if self._reads_weights(x_TD) else layer(x_TD)
-
-    def _gated(self, layer: ColumnParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        if layer.bias is None and self._reads_weights(x_TD):
-            return gemv(x_TD, layer.weight, gated=True)
-        return silu_and_mul(layer(x_TD))
-
-    def _reads_weights(self, x_TD: torch.Tensor) -> bool:
-        """One row is bound by reading the weights, which a plain kernel does faster than cuBLAS;
-        from two rows on the two were measured even."""
-        return x_TD.shape[0] == 1 and x_TD.dtype == torch.bfloat16 and self._model.parallel.size == 1
+    def _are_few(self, x_TD: torch.Tensor) -> bool:
+        """Whether products are bound by reading weights and launching, which plain kernels that fuse
+        what stands between products do faster than cuBLAS."""
+        return (
+            x_TD.shape[0] <= FEW_ROWS
+            and x_TD.dtype == torch.bfloat16
+            and self._model.parallel.size == 1
+            and all(layer.mlp.gate_up_proj.bias is None for layer in self._layers)
+        )
 
 
 def _qk_norm(attention: Attention, eps: float) -> QKNorm | None:

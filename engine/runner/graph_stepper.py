@@ -134,8 +134,6 @@ class GraphStepper:
     def _capture(self, tier: int, shared: bool) -> Captured:
         device = self._pool.device
         metadata = self._plan(tier, shared)
-        # Programmatic launch overlaps the prefix and own kernels from compute capability 9.0 on.
-        metadata.early = shared and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         slots_B = torch.full((tier,), -1, dtype=torch.int64, device=device)
         ids_B = torch.empty(tier, dtype=torch.int64, device=device)
         positions_B = torch.empty(tier, dtype=torch.int64, device=device)

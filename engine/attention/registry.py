@@ -54,6 +54,7 @@ def make_attention(
         prefill = None
         if name == "flashinfer":
             prefill = FlashInferPrefill(spec, spec.dtype if dtype is None else dtype, device, deterministic)
+            prefill.compile()
         return TritonAttention(spec, deterministic=deterministic, prefill=prefill)
     if name == "torch":
         return TorchAttention(spec, deterministic=deterministic)

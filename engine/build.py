@@ -7,7 +7,7 @@ parts work together (`engine.engine`).
 from __future__ import annotations
 
 import dataclasses
-import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ from engine.attention.base import AttentionBackend
 from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
 from engine.cache.prefix_cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig, number
 from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
+from engine.memory.budget import pool_budget, whole_pages
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
@@ -63,7 +64,8 @@ def load_parts(folder: Path, config: EngineConfig) -> Parts:
 
 
 def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDecoderLM], object]) -> Parts:
-    """Build the model, let `fill` give its parameters their values, and size the pools."""
+    """Build the model, let `fill` give its parameters their values, and size the pools: the parts'
+    configuration has no "auto" left."""
     config = resolve(config, spec)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -71,14 +73,15 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     arena = WeightArena(lambda device: build_model(spec, dtype, device), device)
     model = arena.model
     fill(model)
-    page_size = config.cache.page_size
-    num_pages = kv_tokens(config, spec, device, dtype) // page_size
+    config = _size_pool(config, spec, device, dtype)
+    page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
+    num_pages = number(config.cache.kv_tokens) // page_size
     pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)
     cache = PrefixCache(allocator, page_size)
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
-    table = RequestTable(2 * config.scheduler.max_running, -(-spec.context_len // page_size))
+    table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
     return Parts(
         config=config,
         device=device,
@@ -115,7 +118,7 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             parts.runner.fused,
             parts.runner.attention,
             parts.pages.pool,
-            parts.config.scheduler.max_running,
+            number(parts.config.scheduler.max_running),
             parts.counters,
             parts.config.deterministic,
         )
@@ -125,7 +128,7 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """A configuration with concrete device, dtype and attention backend."""
+    """A configuration with everything concrete but the pool's size, which waits for the weights."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,10 +147,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     loop = ("serial" if device == "cpu" else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
         raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)
-    for name in ("max_running", "max_waiting", "prefill_tokens", "burst"):
-        _positive(f"scheduler.{name}", getattr(config.scheduler, name))
-    if config.scheduler.lookahead < 0:
-        raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=config.scheduler.lookahead)
+    scheduler = _resolve_scheduler(config, device)
     if not 0 < config.cache.memory_fraction < 1:
         raise InvalidRequest(
             field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
@@ -157,30 +157,41 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         DTYPES[dtype],
         torch.device(device),
         config.cache.page_size,
-        config.scheduler.prefill_tokens,
+        number(scheduler.prefill_tokens),
         config.deterministic,
     )
     attention = resolve_attention(config.attention, spec, device, setting)
-    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop)
+    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop, scheduler=scheduler)
 
 
-def kv_tokens(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens the key/value pool holds, a multiple of the page size."""
-    page_size = config.cache.page_size
-    wanted = config.cache.kv_tokens
+def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
+    scheduler, kv_tokens = config.scheduler, config.cache.kv_tokens
+    rows, tokens = (64, 512) if torch.device(device).type == "cpu" else (512, 8192)
+    if isinstance(kv_tokens, int):
+        # A prompt that fills the pool leaves no room to generate.
+        tokens = max(1, min(tokens, kv_tokens // 2))
+    resolved = dataclasses.replace(
+        scheduler,
+        max_running=rows if scheduler.max_running == "auto" else scheduler.max_running,
+        prefill_tokens=tokens if scheduler.prefill_tokens == "auto" else scheduler.prefill_tokens,
+    )
+    for name in ("max_running", "max_waiting", "prefill_tokens", "burst"):
+        _positive(f"scheduler.{name}", getattr(resolved, name))
+    if scheduler.lookahead < 0:
+        raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=scheduler.lookahead)
+    return resolved
+
+
+def _size_pool(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+    """The configuration with the pool's size in whole pages, printed where it was "auto"."""
+    wanted, fraction = config.cache.kv_tokens, config.cache.memory_fraction
+    rows, tokens = number(config.scheduler.max_running), number(config.scheduler.prefill_tokens)
     if not isinstance(wanted, int):
-        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        fits = int(_free_bytes(device) * config.cache.memory_fraction) // token_bytes
-        wanted = fits if device.type == "cuda" else min(fits, config.scheduler.max_running * spec.context_len)
-    if wanted < page_size:
-        raise InvalidRequest(field="cache.kv_tokens", expected=f"at least one page of {page_size}", actual=wanted)
-    return wanted // page_size * page_size
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = pool_budget(spec, dtype, device, fraction, tokens, rows)
+        print(budget.describe(), file=sys.stderr)
+        wanted = budget.num_tokens
+    kv_tokens = whole_pages(wanted, config.cache.page_size)
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_tokens=kv_tokens))
 
 
 def _positive(field: str, value: int) -> None:

@@ -23,8 +23,8 @@ C = TypeVar("C")
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """`page_size` in tokens. `kv_tokens` is the size of the key/value pool; "auto" takes
-    `memory_fraction` of the device memory left after the weights (on the CPU, room for
-    `max_running` whole contexts, at most `memory_fraction` of the free memory)."""
+    `memory_fraction` of the device memory left after the weights and what steps and captured graphs
+    need (on the CPU, at most room for `max_running` whole contexts)."""
 
     page_size: int = 16
     kv_tokens: int | Auto = "auto"
@@ -37,11 +37,12 @@ class SchedulerConfig:
     """`max_running` bounds the samples decoded together, `max_waiting` the samples queued
     before new groups are refused as overloaded, `prefill_tokens` the prompt tokens computed in
     one step beside decoding, `lookahead` the tokens reserved ahead of every running sample,
-    `burst` the decode steps that the overlapped loop launches at once."""
+    `burst` the decode steps that the overlapped loop launches at once. "auto" rows and prompt
+    tokens are what keeps the device busy: 512 and 8192 on a GPU, 64 and 512 on the CPU."""
 
-    max_running: int = 64
+    max_running: int | Auto = "auto"
     max_waiting: int = 8192
-    prefill_tokens: int = 512
+    prefill_tokens: int | Auto = "auto"
     lookahead: int = 16
     burst: int = 8
 
@@ -61,6 +62,12 @@ class EngineConfig:
     num_threads: int | None = None
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+
+
+def number(value: int | Auto) -> int:
+    """A setting that has been resolved."""
+    assert isinstance(value, int), f"{value!r} was never resolved"
+    return value
 
 
 def load_config(

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.cache.key import Namespace
 from engine.cache.prefix_cache import Match
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, number
 from engine.metrics import EngineCounters
 from engine.request import Group, Sample, SampleState
 from engine.scheduler.pages import PageManager, Sequence
@@ -37,6 +37,8 @@ class Scheduler:
         namespace_of: Callable[[Group], Namespace],
     ) -> None:
         self.config = config
+        self.max_running = number(config.max_running)
+        self.prefill_tokens = number(config.prefill_tokens)
         self.pages = pages
         self.counters = counters
         self.namespace_of = namespace_of
@@ -78,7 +80,7 @@ class Scheduler:
     def start_samples(self, prefill: Prefill) -> list[tuple[Sample, Prefill]]:
         """Fork the finished prefill for its samples; the last one takes its pages over."""
         started: list[tuple[Sample, Prefill]] = []
-        while prefill.samples and len(self.running) < self.config.max_running:
+        while prefill.samples and len(self.running) < self.max_running:
             sample = prefill.samples[0]
             target = self._target_length(sample)
             if len(prefill.samples) == 1:
@@ -142,7 +144,7 @@ class Scheduler:
         """Whether prefilling or starting samples may be possible now."""
         if self.scoring or any(not p.done for p in self.prefills):
             return True
-        if len(self.running) >= self.config.max_running:
+        if len(self.running) >= self.max_running:
             return False
         if self.draining:
             return bool(self.prefills) or any(_begun(sample.group) for sample in self.waiting)
@@ -150,7 +152,7 @@ class Scheduler:
 
     def chunks(self) -> list[tuple[Prefill, int]]:
         """Prefills to work on in this step and how many tokens of each."""
-        budget = self.config.prefill_tokens
+        budget = self.prefill_tokens
         chosen = []
         for prefill in self.prefills:
             if prefill.done or budget <= 0:
@@ -201,9 +203,7 @@ class Scheduler:
         """Room in the batch, and not so much prefill ahead that reserving more would only
         keep others from finding it in the cache."""
         ahead = sum(p.remaining for p in self.prefills)
-        return len(self.running) + len(self.prefills) < self.config.max_running and (
-            ahead < 2 * self.config.prefill_tokens
-        )
+        return len(self.running) + len(self.prefills) < self.max_running and (ahead < 2 * self.prefill_tokens)
 
     def _admit_scoring(self, task: ScoreTask) -> bool:
         scorer, namespace = task.make_scorer(), task.namespace_of()

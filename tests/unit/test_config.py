@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from engine import Engine
 from engine.build import resolve
-from engine.config import EngineConfig, describe, load_config
+from engine.config import EngineConfig, SchedulerConfig, describe, load_config
 from engine.errors import InvalidRequest
 from engine.models.spec import read_spec
+from tests.support import CONTEXT
 
 
 def test_toml_then_overrides(tmp_path):
@@ -61,3 +63,27 @@ def test_resolving_refuses_what_cannot_run(t_full, override):
 def test_resolved_configurations_have_no_auto_but_the_pool(t_full):
     config = resolve(EngineConfig(), read_spec(t_full))
     assert [line for line in describe(config) if "auto" in line] == ["cache.kv_tokens = 'auto'"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "tokens"),
+    [
+        ([], 64, 512),
+        (["scheduler.max_running=3", "scheduler.prefill_tokens=7"], 3, 7),
+        (["cache.kv_tokens=100"], 64, 50),
+        (["cache.kv_tokens=1", "scheduler.max_running=5"], 5, 1),
+    ],
+)
+def test_auto_rows_and_tokens(t_full, overrides, rows, tokens):
+    config = resolve(load_config(EngineConfig, None, ["device=cpu", *overrides]), read_spec(t_full))
+    assert (config.scheduler.max_running, config.scheduler.prefill_tokens) == (rows, tokens)
+    config = resolve(EngineConfig(device="meta", dtype="float32", attention="torch"), read_spec(t_full))
+    assert (config.scheduler.max_running, config.scheduler.prefill_tokens) == (512, 8192)
+
+
+def test_an_engine_says_how_large_its_pool_is(t_full, capsys):
+    """All the pool can be of use for: every row at its whole context."""
+    engine = Engine.from_pretrained(t_full, EngineConfig(device="cpu", scheduler=SchedulerConfig(max_running=3)))
+    assert not [line for line in describe(engine.config) if "auto" in line]
+    assert engine.config.cache.kv_tokens == engine.limits.pool_tokens == 3 * CONTEXT
+    assert f"kv: {3 * CONTEXT} tokens" in capsys.readouterr().err

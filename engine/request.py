@@ -78,6 +78,23 @@ class Columns:
         for column in (self.logprobs, self.top_ids, self.top_logprobs, self.entropy, *self.extra.values()):
             del column[length:]
 
+    def part(self, start: int, end: int) -> Columns:
+        return Columns(
+            self.logprobs[start:end],
+            {name: column[start:end] for name, column in self.extra.items()},
+            self.top_ids[start:end],
+            self.top_logprobs[start:end],
+            self.entropy[start:end],
+        )
+
+    def extend(self, more: Columns) -> None:
+        self.logprobs += more.logprobs
+        self.top_ids += more.top_ids
+        self.top_logprobs += more.top_logprobs
+        self.entropy += more.entropy
+        for name, column in more.extra.items():
+            self.extra.setdefault(name, []).extend(column)
+
 
 @dataclass(slots=True, eq=False)
 class Sample:

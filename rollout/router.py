@@ -166,7 +166,7 @@ class Router(FleetControl):
         ended = False
         try:
             async for event in stream:
-                await _raise_if_fenced(replica, event)
+                _raise_if_fenced(replica, event)
                 out = live.progress.absorb(event)
                 left = len(live.progress.unfinished)
                 replica.load -= counted - left
@@ -275,11 +275,10 @@ class Router(FleetControl):
         return {**one, "engines": len(replicas)}
 
 
-async def _raise_if_fenced(replica: Replica, event: Event) -> None:
-    """A sample may fail by itself (its logits are no numbers) or because its engine was fenced;
-    then it goes on elsewhere."""
+def _raise_if_fenced(replica: Replica, event: Event) -> None:
+    """A sample whose engine was fenced goes on elsewhere; other errors are its own."""
     error = event.sample.error if isinstance(event, SampleEnd) else None
-    if error is not None and error.code == Corrupt.code and (await replica.service.health()).state == "fenced":
+    if error is not None and error.code == Corrupt.code:
         raise Corrupt(f"{replica.name}: {error.message}")
 
 

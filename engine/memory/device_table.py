@@ -1,8 +1,9 @@
 """Decode state that lives on the device, indexed by slot.
 
 Owns the columns a steady decode step reads and writes without the host: what to feed next, where,
-how to sample, when to stop, and the ring that results are left in. Ignores pages, which travel
-with each burst of steps, and which rows take part.
+how to sample, when to stop, and the ring that results are left in. What only some rows need lies
+in `engine.memory.device_columns` (further results) and `engine.memory.device_edits` (edits of
+logits). Ignores pages, which travel with each burst of steps, and which rows take part.
 
 Shapes: S slots, K stop ids, W ring width.
 """
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.memory.device_columns import DeviceColumns
+from engine.memory.device_edits import DeviceEdits
+from engine.sampling.params import RowSampling
+
 RUNNING, STOPPED, BAD = 0, 1, 2
 """Values of `finished_S`: goes on, ended by an id or its length, logits that are not numbers."""
 
@@ -22,7 +27,8 @@ DEFINITIONS = ("processed", "temperature", "raw")
 
 @dataclass(slots=True)
 class RowState:
-    """What the host knows of a row when it hands it to the device."""
+    """What the host knows of a row when it hands it to the device. `row` matters where logits are
+    edited or further columns wanted; stop ids beyond `DeviceTable.MAX_STOPS` are the host's to see."""
 
     slot: int
     last_token: int
@@ -36,10 +42,13 @@ class RowState:
     min_p: float
     definition: int
     stop_ids: tuple[int, ...]
+    row: RowSampling
 
 
 class DeviceTable:
-    """`computed_S` int64 counts tokens whose keys and values exist; the next input `last_token_S`
+    """`edits` is there where the device edits logits; elsewhere the host's rows do.
+
+    `computed_S` int64 counts tokens whose keys and values exist; the next input `last_token_S`
     stands at that position. `new_S` int32 counts new tokens; token number i lies in ring column
     i % W. `finished_S` int32 rows are no-ops until the host hands the slot out again. `position_S`
     and `active_S` are notes of the step under way."""
@@ -69,6 +78,8 @@ class DeviceTable:
         self.stop_ids_SK = column(torch.int32, self.MAX_STOPS, fill=-1)
         self.ring_ids_SW = column(torch.int32, ring)
         self.ring_logprobs_SW = column(torch.float32, ring)
+        self.columns = DeviceColumns(num_slots, ring, device)
+        self.edits: DeviceEdits | None = None
 
     def admit(self, rows: list[RowState]) -> None:
         """Write rows that join; earlier work in the stream still sees the slot's former state."""
@@ -78,7 +89,8 @@ class DeviceTable:
         seeds = np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)
         stops = np.full((len(rows), self.MAX_STOPS), -1, dtype=np.int32)
         for number, row in enumerate(rows):
-            stops[number, : len(row.stop_ids)] = row.stop_ids
+            known = row.stop_ids[: self.MAX_STOPS]
+            stops[number, : len(known)] = known
         columns = [
             (self.last_token_S, np.array([row.last_token for row in rows], dtype=np.int64)),
             (self.computed_S, np.array([row.computed for row in rows], dtype=np.int64)),
@@ -95,6 +107,16 @@ class DeviceTable:
         ]
         for target, values in columns:
             target.index_copy_(0, slots, self._send(values))
+        numbers = [row.slot for row in rows]
+        self.columns.admit(numbers, [row.row.want for row in rows])
+        if self.edits is not None:
+            self.edits.admit(numbers, [row.row for row in rows])
+
+    def release(self, slots: list[int]) -> None:
+        """Give back what these slots hold beside their columns: nobody steps them any more."""
+        self.columns.release(slots)
+        if self.edits is not None:
+            self.edits.release(slots)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -11,6 +11,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import torch
@@ -41,11 +42,15 @@ class _SeenTokens:
             self._ids[place] = token
         self._counts[place] += count
 
-    def columns(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """ids int64 [N] and their float32 counts [N] in the output (0: only in the prompt)."""
         size = len(self._place)
-        ids_N, counts_N = torch.from_numpy(self._ids[:size]), torch.from_numpy(self._counts[:size])
-        return ids_N.to(device), counts_N.to(device)
+        return self._ids[:size], self._counts[:size]
+
+    def copy(self) -> _SeenTokens:
+        twin = _SeenTokens()
+        twin._place, twin._ids, twin._counts = self._place.copy(), self._ids.copy(), self._counts.copy()
+        return twin
 
 
 class RowSampling:
@@ -120,10 +125,30 @@ class RowSampling:
         untouched = not self.may_edit and not self.truncates
         return untouched and (want.logprobs == "temperature" or self.temperature == 1.0)
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen so far change what is drawn next."""
+        return self._seen is not None
+
+    def seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct ids int64 [N] that penalties apply to, and how often each was produced."""
+        assert self._seen is not None, "nothing counts this row's tokens"
+        return self._seen.arrays()
+
     def observe(self, token: int) -> None:
         """Count a committed token."""
         if self._seen is not None:
             self._seen.add(token, 1)
+
+    def ahead(self, tokens: Iterable[int]) -> RowSampling:
+        """The row as it will be once these tokens are committed."""
+        if self._seen is None:
+            return self
+        later = copy(self)
+        later._seen = self._seen.copy()
+        for token in tokens:
+            later.observe(token)
+        return later
 
     def edits_at(self, position: int) -> bool:
         """Whether the logits of the token at this sequence position are edited."""
@@ -139,7 +164,7 @@ class RowSampling:
             ids_N = ids_N.to(device)
             logits_V[ids_N] = logits_V[ids_N] + bias_N.to(device)
         if self._seen is not None:
-            ids_N, counts_N = self._seen.columns(device)
+            ids_N, counts_N = (torch.from_numpy(part).to(device) for part in self._seen.arrays())
             logits_V[ids_N] = self._penalised(logits_V[ids_N], counts_N)
         if position - self.prompt_len < self.params.min_new:
             logits_V[self._stops.to(device)] = float("-inf")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.errors import InternalError
 from engine.metrics import EngineCounters
-from engine.request import Group, Sample
+from engine.request import Columns, Group, Sample
 from engine.sampling.sampler import SampleResult
 from engine.scheduler.scheduler import Scheduler
 from engine.types import ErrorInfo, FinishReason
@@ -47,22 +48,26 @@ class Committer:
             self._counters.generated_tokens += 1
             self._check_end(sample, token)
 
-    def commit_run(self, sample: Sample, ids: list[int], logprobs: list[float]) -> None:
-        """Several tokens that the device drew for one sample. Only the last can be a stop id or
-        reach the length; a watcher may end the sample before, and the rest never existed."""
-        if sample.watcher is not None:
-            for token, logprob in zip(ids, logprobs, strict=True):
-                self._append_run(sample, [token], [logprob])
-                if sample.finish is not None:
-                    return
-        else:
-            self._append_run(sample, ids, logprobs)
+    def commit_run(self, sample: Sample, ids: list[int], columns: Columns, host_stops: bool) -> None:
+        """Several tokens that the device drew for one sample. Only the last can be a stop id or reach
+        the length, unless there are `host_stops`: ids that the device does not know. Those and a
+        watcher may end the sample before, and the rest never existed."""
+        if sample.watcher is None and not host_stops:
+            self._append_run(sample, ids, columns)
+            return
+        for place, token in enumerate(ids):
+            self._append_run(sample, [token], columns.part(place, place + 1))
+            if sample.finish is not None:
+                return
 
-    def _append_run(self, sample: Sample, ids: list[int], logprobs: list[float]) -> None:
+    def _append_run(self, sample: Sample, ids: list[int], columns: Columns) -> None:
         assert sample.sequence is not None
         sample.ids += ids
-        sample.columns.logprobs += logprobs
+        sample.columns.extend(columns)
         sample.label(self._policy_version(), len(ids))
+        if sample.row.penalises:
+            for token in ids:
+                sample.row.observe(token)
         # The newest token has been drawn but not fed: its state does not exist for anybody.
         sample.sequence.computed = sample.length - 1
         self._counters.generated_tokens += len(ids)
@@ -89,7 +94,7 @@ class Committer:
             self.finish(sample, "length")
 
     def fail_bad_logits(self, sample: Sample) -> None:
-        self.fail(sample, "CORRUPT", "the model's logits are not finite numbers")
+        self.fail(sample, InternalError.code, "the model's logits are not finite numbers")
 
     def fail(self, sample: Sample, code: str, message: str) -> None:
         sample.error = ErrorInfo(code=code, message=message)

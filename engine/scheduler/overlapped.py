@@ -77,7 +77,7 @@ class OverlappedLoop:
             worked = self._serial.prefill() or worked
         previous = self._flying
         # With prefill under way the host comes back soon, so that neither side waits long.
-        self._flying = self._launch(previous, 2 if scheduler.prefills else self._burst)
+        self._flying = self._launch(previous, min(2, self._burst) if scheduler.prefills else self._burst)
         if previous is not None and previous is not self._flying and not previous.committed:
             self._commit(previous)
         worked = worked or previous is not None or self._flying is not None

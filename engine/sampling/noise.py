@@ -83,16 +83,23 @@ def _multiply_high_low(x: torch.Tensor, constant: int) -> tuple[torch.Tensor, to
     return high, x * _signed(constant)
 
 
-def device_words(seeds_R: torch.Tensor, positions_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """int64 [R, num_tokens] in [0, 2^32): plain sampling's words, equal to `HostNoise.words`.
+def device_words(
+    seeds_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    num_tokens: int,
+    lanes_R: torch.Tensor | None = None,
+    sample_ids_R: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int64 [R, num_tokens] in [0, 2^32): words equal to `HostNoise.words`; plain sampling's by default.
 
-    `seeds_R` holds uint64 seeds as int64 bit patterns. Runs on the device of its arguments.
+    `seeds_R` and `sample_ids_R` hold uint64 values as int64 bit patterns; `lanes_R` is slot | use << 32.
+    Runs on the device of its arguments.
     """
     num_blocks = -(-num_tokens // WORDS_PER_BLOCK)
     rows = seeds_R.shape[0]
     c0 = torch.arange(1, num_blocks + 1, device=seeds_R.device).expand(rows, num_blocks)
     c1 = positions_R[:, None].expand(rows, num_blocks)
-    c2 = c3 = torch.zeros_like(c0)
+    c2, c3 = (torch.zeros_like(c0) if part is None else part[:, None].expand_as(c0) for part in (lanes_R, sample_ids_R))
     k0 = seeds_R[:, None]
     k1 = 0
     for _ in range(ROUNDS):

@@ -29,10 +29,13 @@ NOISE_DOMAIN = 0
 DERIVE_DOMAIN = 1
 
 USE_TOKEN = 0
-"""Noise of plain sampling and of coupled verification; slot and sample id are 0.
-
-Later uses (rejection rounds) claim further numbers here.
-"""
+"""Noise of plain sampling and of coupled verification; slot and sample id are 0."""
+USE_DRAFT = 1
+"""Rejection rounds: a draft's choice. `position` is the anchor's, `slot` the draft's number."""
+USE_ACCEPT = 2
+"""Rejection rounds: whether a draft is accepted; the word of token id 0."""
+USE_EMIT = 3
+"""Rejection rounds: the token after the accepted ones; `slot` is their number."""
 
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)

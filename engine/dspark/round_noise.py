@@ -1,0 +1,62 @@
+"""The noise of rejection rounds.
+
+Owns how a round's choices are keyed: (sample seed, sample id, anchor position, slot, use), so that a
+position drafted again, or a twin with the same seed, never meets the same noise. Ignores the choices.
+A round that never took effect and is run again from the same anchor repeats its noise, as it must.
+
+Shapes: B rows, M chosen rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.sampling.noise import WORD_SCALE, HostNoise, device_words
+from engine.sampling.seeds import USE_ACCEPT, NoiseKey
+
+_SEATING = 256
+"""Vocabularies above this are drawn by the host's generator; below, seating it costs more than arithmetic."""
+
+
+class RoundNoise:
+    """Keys of a round's rows. `anchors` are the positions of their last committed tokens."""
+
+    def __init__(
+        self, seeds: Sequence[int], sample_ids: Sequence[int], anchors: Sequence[int], device: torch.device | str
+    ) -> None:
+        self._seeds, self._sample_ids, self._anchors = list(seeds), list(sample_ids), list(anchors)
+        self._device = torch.device(device)
+        self._host = HostNoise() if self._device.type == "cpu" else None
+
+    def gumbel(self, rows: Sequence[int], slots: Sequence[int], use: int, vocab_size: int) -> torch.Tensor:
+        """float64 [M, V]: Gumbel values of row `rows[m]` in slot `slots[m]`."""
+        if self._host is not None and vocab_size > _SEATING:
+            words = [
+                self._host.words(self._key(row, slot, use), vocab_size) for row, slot in zip(rows, slots, strict=True)
+            ]
+            words_MV = torch.from_numpy(np.stack(words).astype(np.float64))
+        else:
+            words_MV = self._words(rows, slots, use, vocab_size).double()
+        return -torch.log(-torch.log1p((words_MV + 0.5) * -WORD_SCALE))
+
+    def uniform(self, rows: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        """float64 [M] in (0, 1): the numbers that acceptance tests compare with."""
+        return (self._words(rows, slots, USE_ACCEPT, 1)[:, 0].double() + 0.5) * WORD_SCALE
+
+    def _key(self, row: int, slot: int, use: int) -> NoiseKey:
+        return NoiseKey(self._seeds[row], self._anchors[row], slot, use, self._sample_ids[row])
+
+    def _words(self, rows: Sequence[int], slots: Sequence[int], use: int, count: int) -> torch.Tensor:
+        def column(values: list[int]) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).to(self._device)
+
+        return device_words(
+            column([self._seeds[row] for row in rows]),
+            column([self._anchors[row] for row in rows]),
+            count,
+            column([slot | use << 32 for slot in slots]),
+            column([self._sample_ids[row] for row in rows]),
+        )

@@ -27,6 +27,7 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_k
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_reference import sample_rows_reference
+from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
 
 BATCHES = (1, 32, 256, 512)
@@ -256,39 +257,42 @@ def sampling_case(name: str, vocab: int, batch: int, kind: str, dtype: torch.dty
     return Case(name, batch * vocab * dtype.itemsize, sets, variants, baseline, poison, check, 1e-4)
 
 
+LAYERS = {
+    "8b": (("qkv", 6144, 4096, ""), ("o", 4096, 4096, "residual"), ("gate-up", 24576, 4096, "gated"),
+           ("down", 4096, 12288, "residual"), ("head", 151_936, 4096, "")),
+    "0.6b": (("qkv", 4096, 1024, "norm"), ("o", 1024, 2048, "residual"), ("gate-up", 6144, 1024, "norm gated"),
+             ("down", 1024, 3072, "residual"), ("head", 151_936, 1024, "")),
+    "smol": (("qkv", 960, 576, "norm"), ("o", 576, 576, "residual"), ("gate-up", 3072, 576, "norm gated"),
+             ("down", 576, 1536, "residual"), ("head", 49_152, 576, "")),
+}  # fmt: skip
+
+
 def gemv_cases() -> Iterator[Case]:
-    big = [GemvConfig(2, 4096, 4), GemvConfig(4, 2048, 4), GemvConfig(4, 1024, 4), GemvConfig(8, 1024, 4)]
-    big += [GemvConfig(2, 2048, 4), GemvConfig(4, 1024, 4, 4), GemvConfig(1, 4096, 4), GemvConfig(4, 512, 2)]
-    few = [GemvConfig(4, 1024, 4), GemvConfig(2, 1024, 4), GemvConfig(4, 512, 4)]
+    big = [GemvConfig(2, 4096, 4), GemvConfig(4, 2048, 4), GemvConfig(8, 1024, 4), GemvConfig(2, 2048, 4)]
+    big += [GemvConfig(1, 4096, 4), GemvConfig(4, 512, 2)]
     small = [GemvConfig(1, 1024, 2), GemvConfig(2, 1024, 2), GemvConfig(4, 512, 2), GemvConfig(2, 512, 1)]
-    for name, outputs, inputs, option in (
-        ("8b qkv", 6144, 4096, ""),
-        ("8b o", 4096, 4096, ""),
-        ("8b gate-up", 24576, 4096, "gated"),
-        ("8b down", 4096, 12288, "residual"),
-        ("8b head", 151_936, 4096, ""),
-    ):
-        yield gemv_case(name, 1, outputs, inputs, option, big)
-        if option != "gated" and outputs < 100_000:
-            yield gemv_case(name, 2, outputs, inputs, option, [*few, GemvConfig(2, 2048, 4)])
-            yield gemv_case(name, 4, outputs, inputs, option, few)
-    yield gemv_case("8b gate-up", 4, 24576, 4096, "gated", [GemvConfig(2, 1024, 4), GemvConfig(2, 512, 4)])
-    yield gemv_case("8b norm+qkv", 1, 6144, 4096, "norm", [GemvConfig(4, 2048, 4), GemvConfig(8, 1024, 4)])
-    yield gemv_case("8b norm+gate-up", 1, 24576, 4096, "norm gated", [GemvConfig(2, 2048, 4), GemvConfig(4, 1024, 4)])
-    for name, outputs, inputs, option in (
-        ("0.6b qkv", 4096, 1024, ""),
-        ("0.6b gate-up", 6144, 1024, "gated"),
-        ("0.6b down", 1024, 3072, "residual"),
-        ("0.6b head", 151_936, 1024, ""),
-        ("smol qkv", 960, 576, ""),
-        ("smol gate-up", 3072, 576, "gated"),
-        ("smol down", 576, 1536, "residual"),
-        ("smol head", 49_152, 576, ""),
-    ):
-        yield gemv_case(name, 1, outputs, inputs, option, small)
+    for model, layers in LAYERS.items():
+        for layer, outputs, inputs, option in layers:
+            configs = {f"{c.outputs}x{c.inputs}/w{c.warps}": c for c in (big if model == "8b" else small)}
+            yield product_case(f"gemv {model} {layer}", 1, outputs, inputs, option, configs)
 
 
-def gemv_case(name: str, rows: int, outputs: int, inputs: int, option: str, configs: list[GemvConfig]) -> Case:
+def skinny_cases() -> Iterator[Case]:
+    """The norm comes scaled from the product before, so that it costs these products nothing."""
+    narrow = [(16, 256, 4, 4), (16, 256, 2, 4), (16, 512, 4, 3), (16, 128, 4, 6), (32, 128, 4, 6), (32, 256, 4, 4)]
+    wide = [(32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6), (32, 256, 4, 4), (16, 256, 2, 4), (64, 256, 4, 3)]
+    for model in ("0.6b", "smol"):
+        for rows in (4, 32, 64):
+            for layer, outputs, inputs, option in LAYERS[model][:4]:
+                configs = {}
+                for columns, chunk, warps, stages in narrow if "residual" in option else wide:
+                    config = SkinnyConfig(columns, min(chunk, inputs & -inputs), warps, stages)
+                    configs[f"{columns}x{config.inputs}/w{warps}s{stages}"] = config
+                kind = "gated" if "gated" in option else option if option == "residual" else ""
+                yield product_case(f"skinny {model} {layer}", rows, outputs, inputs, kind, configs)
+
+
+def product_case(name: str, rows: int, outputs: int, inputs: int, option: str, configs: dict) -> Case:
     gated, sets = "gated" in option, rotating(outputs * inputs * 2)
     weights = [noise(outputs, inputs, scale=inputs**-0.5) for _ in range(sets)]
     x, width = noise(rows, inputs), outputs // 2 if gated else outputs
@@ -296,30 +300,33 @@ def gemv_case(name: str, rows: int, outputs: int, inputs: int, option: str, conf
     norm = InputNorm(noise(inputs), 1e-6) if "norm" in option else None
     residual = noise(rows, width) if "residual" in option else None
 
-    def baseline(i: int) -> torch.Tensor:
-        return gemv_reference(x, weights[i], None, norm, residual, gated)
+    def expected() -> torch.Tensor:
+        return gemv_reference(x, weights[0], None, norm, residual, gated)
 
     variants = {}
-    for config in configs:
+    for label, config in configs.items():
 
-        def run(i: int, config: GemvConfig = config) -> object:
-            return gemv(x, weights[i], None, norm, residual, gated, out, config)
+        def run(i: int, config: GemvConfig | SkinnyConfig = config) -> object:
+            if isinstance(config, GemvConfig):
+                return gemv(x, weights[i], None, norm, residual, gated, out, config)
+            return skinny_matmul(x, weights[i], None, residual, gated, out, config)
 
-        variants[f"{config.outputs}x{config.inputs}/w{config.warps}s{config.stages}"] = run
+        variants[label] = run
     return Case(
-        f"gemv {name} b{rows} {option}".strip(),
+        f"{name} b{rows} {option}".strip(),
         weights[0].nbytes,
         sets,
         variants,
-        baseline,
+        lambda i: torch.mm(x, weights[i].t()),
         lambda: out.fill_(float("nan")),
-        lambda: relative(out, baseline(0)),
+        lambda: relative(out, expected()),
     )
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "sample": sampling_cases,
     "gemv": gemv_cases,
+    "skinny": skinny_cases,
     "norm": norm_cases,
     "rope": rope_cases,
     "gate": gate_cases,

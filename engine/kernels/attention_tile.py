@@ -180,6 +180,46 @@ def merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M):
 
 
 @triton.jit
+def merge_all(
+    acc_MD, sum_M, top_M, mean_ptr, lse_ptr, first_M, count, stride, mask_M, mask_MD,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add `count` stored states in order; state i of a query is number first_M + i * stride.
+
+    Four at a time, since a load takes far longer than the merge that waits for it. What stands for
+    the mean of a state that saw nothing is ignored.
+    """
+    d_1D = tl.arange(0, BLOCK_D)[None, :]
+    for start in range(0, count, 4):
+        at_M = first_M.to(tl.int64) + start * stride
+        lse0_M = tl.load(lse_ptr + at_M, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
+        lse1_M = tl.load(
+            lse_ptr + at_M + stride, mask=mask_M & (start + 1 < count), other=float("-inf"), cache_modifier=".cg"
+        )
+        lse2_M = tl.load(
+            lse_ptr + at_M + 2 * stride, mask=mask_M & (start + 2 < count), other=float("-inf"), cache_modifier=".cg"
+        )
+        lse3_M = tl.load(
+            lse_ptr + at_M + 3 * stride, mask=mask_M & (start + 3 < count), other=float("-inf"), cache_modifier=".cg"
+        )
+        mean_ptr_MD = mean_ptr + at_M[:, None] * HEAD_DIM + d_1D
+        step = stride * HEAD_DIM
+        mean0_MD = tl.load(mean_ptr_MD, mask=mask_MD, other=0.0, cache_modifier=".cg")
+        mean1_MD = tl.load(mean_ptr_MD + step, mask=mask_MD & (start + 1 < count), other=0.0, cache_modifier=".cg")
+        mean2_MD = tl.load(mean_ptr_MD + 2 * step, mask=mask_MD & (start + 2 < count), other=0.0, cache_modifier=".cg")
+        mean3_MD = tl.load(mean_ptr_MD + 3 * step, mask=mask_MD & (start + 3 < count), other=0.0, cache_modifier=".cg")
+        mean0_MD = tl.where((lse0_M > float("-inf"))[:, None], mean0_MD, 0.0)
+        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean0_MD, lse0_M)
+        mean1_MD = tl.where((lse1_M > float("-inf"))[:, None], mean1_MD, 0.0)
+        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean1_MD, lse1_M)
+        mean2_MD = tl.where((lse2_M > float("-inf"))[:, None], mean2_MD, 0.0)
+        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean2_MD, lse2_M)
+        mean3_MD = tl.where((lse3_M > float("-inf"))[:, None], mean3_MD, 0.0)
+        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean3_MD, lse3_M)
+    return acc_MD, sum_M, top_M
+
+
+@triton.jit
 def add_sink(acc_MD, sum_M, top_M, sink_M):
     """Add one logit without a value to a non-empty state."""
     newer_M = tl.maximum(top_M, sink_M * LOG2E)

@@ -27,7 +27,7 @@ from engine.kernels.attention_tile import (
     attend_tokens,
     empty_state,
     mean_and_lse,
-    merge_stored,
+    merge_all,
     power_of_two,
     store_state,
     tile_rows,
@@ -221,28 +221,23 @@ def _decode_kernel(
             tl.debug_barrier()
             tl.store(arrived_ptr + row * KV_HEADS + kv_head, 0)
             acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
-            state = (item - split).to(tl.int64) * HEADS
-            for _ in range(0, splits):
-                mean_MD = tl.load(part_ptr + state * HEAD_DIM + at_MD, mask=mask_MD, other=0.0, cache_modifier=".cg")
-                lse_M = tl.load(part_lse_ptr + state + head_M, mask=mask_M, other=0.0, cache_modifier=".cg")
-                acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
-                state += HEADS
+            first_M = (item - split) * HEADS + head_M
+            acc_MD, sum_M, top_M = merge_all(
+                acc_MD, sum_M, top_M, part_ptr, part_lse_ptr, first_M, splits, HEADS, mask_M, mask_MD, HEAD_DIM, BLOCK_D
+            )  # fmt: skip
     if last:
         if SHARED:
             await_inputs(EARLY)  # the prefix kernel's states
             release_next(EARLY)
-            state = wide_row * HEADS
-            for _ in range(0, tl.load(item_ptr + 5)):
-                lse_M = tl.load(prefix_lse_ptr + state + head_M, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
-                seen_MD = mask_MD & (lse_M > float("-inf"))[:, None]
-                mean_MD = tl.load(prefix_ptr + state * HEAD_DIM + at_MD, mask=seen_MD, other=0.0, cache_modifier=".cg")
-                acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
-                state += prefix_rows * HEADS
+            acc_MD, sum_M, top_M = merge_all(
+                acc_MD, sum_M, top_M, prefix_ptr, prefix_lse_ptr, row * HEADS + head_M, tl.load(item_ptr + 5),
+                prefix_rows.to(tl.int64) * HEADS, mask_M, mask_MD, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
         if SINK:
             sink_M = tl.load(sink_ptr + head_M, mask=mask_M, other=0.0).to(tl.float32)
             # A row of length 0 stays empty: its accumulator is zero whatever the sink adds to its sum.
             acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
-        mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+        mean_MD, _ = mean_and_lse(acc_MD, sum_M, top_M)
         tl.store(out_ptr + wide_row * out_stride + at_MD, mean_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 

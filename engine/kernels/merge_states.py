@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_tile import add_sink, ceil_div, empty_state, mean_and_lse, merge_stored, power_of_two
+from engine.kernels.attention_tile import add_sink, ceil_div, empty_state, mean_and_lse, merge_all, power_of_two
 from engine.kernels.decode_attention import States
 
 
@@ -53,24 +53,20 @@ def _merge_kernel(
     mask_M = head_M < HEADS
     mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
     acc_MD, sum_M, top_M = empty_state(BLOCK_H, BLOCK_D)
-    state = token * HEADS
-    for _ in range(0, num_states):
-        lse_M = tl.load(lse_ptr + state + head_M, mask=mask_M, other=float("-inf"))
-        seen_MD = mask_MD & (lse_M > float("-inf"))[:, None]
-        at_MD = (state + head_M)[:, None] * HEAD_DIM + d_D[None, :]
-        mean_MD = tl.load(mean_ptr + at_MD, mask=seen_MD, other=0.0)
-        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
-        state += num_tokens * HEADS
+    acc_MD, sum_M, top_M = merge_all(
+        acc_MD, sum_M, top_M, mean_ptr, lse_ptr, token * HEADS + head_M, num_states, num_tokens.to(tl.int64) * HEADS,
+        mask_M, mask_MD, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
     if SINK:
         sink_M = tl.load(sink_ptr + head_M, mask=mask_M, other=0.0).to(tl.float32)
         acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
-    mean_MD, lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+    mean_MD, _ = mean_and_lse(acc_MD, sum_M, top_M)
     at_MD = head_M[:, None] * HEAD_DIM + d_D[None, :]
     tl.store(out_ptr + token * out_stride + at_MD, mean_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 
 def merge_states(states: States, num_states: int, out_TNH: torch.Tensor, sink_N: torch.Tensor | None = None) -> None:
-    """Merge the first `num_states` of `states` ([S, T]) in their order. States whose lse is -inf are not read."""
+    """Merge the first `num_states` of `states` ([S, T]) in their order; an lse of -inf counts for nothing."""
     tokens, heads, size = out_TNH.shape
     assert states.lse_IN.shape[1] == tokens and out_TNH.stride()[1:] == (size, 1)
     block_h = min(8, power_of_two(heads))

@@ -10,14 +10,16 @@ Shapes: T tokens, D hidden, N query heads, H head size, R rows of logits, V voca
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import cast
 
 import torch
 
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
-from engine.kernels.skinny_matmul import InputNorm, skinny_matmul
+from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
 from engine.layers.norm import RMSNorm
 from engine.memory.kv_pool import KVPool
@@ -29,6 +31,18 @@ Mix = Callable[[torch.Tensor], torch.Tensor]
 """qkv_TE -> out_TE of one layer."""
 
 FEW_ROWS = 64
+SMALL = 2048
+"""Hidden width below which launches cost more than reading the weights."""
+
+
+class Rows(Enum):
+    """How a step is computed: one row by matrix-vector products, few rows of a small model by products
+    that fuse what stands between them, anything else by cuBLAS and kernels in between. Where each
+    begins was measured (docs/performance.md)."""
+
+    ONE = "one"
+    FEW = "few"
+    MANY = "many"
 
 
 class FusedForward:
@@ -40,6 +54,7 @@ class FusedForward:
         self._eps = model.spec.rms_eps
         self._layers = cast(list[DecoderLayer], list(model.model.layers))
         attention = self._layers[0].self_attn
+        self._gate_bias = any(layer.mlp.gate_up_proj.bias is not None for layer in self._layers)
         self._shape = QKVShape(attention.num_heads, attention.num_kv_heads, attention.head_dim)
         self._norms = [_qk_norm(layer.self_attn, self._eps) for layer in self._layers]
 
@@ -54,46 +69,75 @@ class FusedForward:
         """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
         decoder, layers = self._model.model, self._layers
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
-        few = self._are_few(residual_TD)
-        x_TD = residual_TD if few else rms_norm(residual_TD, layers[0].input_layernorm.weight, self._eps)
+        norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
+        kind = self._kind(residual_TD)
+        x = residual_TD if kind is Rows.ONE else rms_norm(residual_TD, norms[0].weight_K, self._eps)
         for index, layer in enumerate(layers):
 
-            def attention(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
+            def mix(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
                 q_TNH = self._rotated(qkv_TE, index, positions_T, write_slots_T)
                 return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
 
-            if few:
-                self._few_rows(layer, residual_TD, attention)
+            if kind is Rows.ONE:
+                self._one_row(layer, residual_TD, mix)
+            elif kind is Rows.FEW:
+                x = self._few_rows(layer, x, residual_TD, mix, norms[index + 1])
             else:
-                following = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
-                x_TD = self._many_rows(layer, x_TD, residual_TD, attention, following)
+                assert isinstance(x, torch.Tensor)
+                x = self._many_rows(layer, x, residual_TD, mix, norms[index + 1])
             if capture is not None and index in capture:
                 capture[index] = residual_TD.clone()
-        return rms_norm(residual_TD, decoder.norm.weight, self._eps) if few else x_TD
+        if kind is Rows.MANY:
+            assert isinstance(x, torch.Tensor)
+            return x
+        return rms_norm(residual_TD, decoder.norm.weight, self._eps)
 
-    def _few_rows(self, layer: DecoderLayer, residual_TD: torch.Tensor, attention: Mix) -> None:
-        """A layer whose every launch reads a weight once; norms, gate and sums ride along."""
-        before, between = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
-        projection, mlp = layer.self_attn.qkv_proj, layer.mlp
-        out_TE = attention(skinny_matmul(residual_TD, projection.weight, projection.bias, before))
-        output = layer.self_attn.o_proj
-        skinny_matmul(out_TE, output.weight, output.bias, residual_MN=residual_TD, out=residual_TD)
-        inner_TI = skinny_matmul(residual_TD, mlp.gate_up_proj.weight, norm=between, gated=True)
-        skinny_matmul(inner_TI, mlp.down_proj.weight, mlp.down_proj.bias, residual_MN=residual_TD, out=residual_TD)
+    def _one_row(self, layer: DecoderLayer, residual_1D: torch.Tensor, mix: Mix) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        x_1D, norm = self._row_and_norm(residual_1D, layer.input_layernorm)
+        out_1E = mix(gemv(x_1D, attention.qkv_proj.weight, attention.qkv_proj.bias, norm))
+        output = attention.o_proj
+        gemv(out_1E, output.weight, output.bias, residual_1N=residual_1D, out=residual_1D)
+        x_1D, norm = self._row_and_norm(residual_1D, layer.post_attention_layernorm)
+        inner_1I = gemv(x_1D, mlp.gate_up_proj.weight, norm=norm, gated=True)
+        gemv(inner_1I, mlp.down_proj.weight, mlp.down_proj.bias, residual_1N=residual_1D, out=residual_1D)
+
+    def _row_and_norm(self, residual_1D: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, InputNorm | None]:
+        """What a product takes for `norm` of a row. Every program of the product would norm the row:
+        from some width on, a launch that does it once costs less."""
+        if residual_1D.shape[1] < SMALL:
+            return residual_1D, self._norm(norm)
+        return rms_norm(residual_1D, norm.weight, self._eps), None
+
+    def _few_rows(
+        self,
+        layer: DecoderLayer,
+        x: torch.Tensor | UnscaledRows,
+        residual_TD: torch.Tensor,
+        mix: Mix,
+        following: InputNorm,
+    ) -> UnscaledRows:
+        """A layer whose norms, gate and sums ride along with its four products."""
+        attention, mlp = layer.self_attn, layer.mlp
+        out_TE = mix(skinny_matmul(x, attention.qkv_proj.weight, attention.qkv_proj.bias))
+        output, between = attention.o_proj, self._norm(layer.post_attention_layernorm)
+        x = skinny_matmul_then_norm(out_TE, output.weight, output.bias, residual_TD, between)
+        inner_TI = skinny_matmul(x, mlp.gate_up_proj.weight, gated=True)
+        return skinny_matmul_then_norm(inner_TI, mlp.down_proj.weight, mlp.down_proj.bias, residual_TD, following)
 
     def _many_rows(
         self,
         layer: DecoderLayer,
         x_TD: torch.Tensor,
         residual_TD: torch.Tensor,
-        attention: Mix,
-        following: RMSNorm,
+        mix: Mix,
+        following: InputNorm,
     ) -> torch.Tensor:
         """A layer from normed inputs; returns them for the layer that comes next."""
-        x_TD = layer.self_attn.o_proj(attention(layer.self_attn.qkv_proj(x_TD)))
+        x_TD = layer.self_attn.o_proj(mix(layer.self_attn.qkv_proj(x_TD)))
         x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
         x_TD = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(x_TD)))
-        return add_rms_norm(x_TD, residual_TD, following.weight, self._eps)[0]
+        return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
 
     def _rotated(
         self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor
@@ -118,17 +162,17 @@ class FusedForward:
         """logits_RV in the weights' dtype."""
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        return skinny_matmul(hidden_RD, head.weight) if self._are_few(hidden_RD) else head.project(hidden_RD)
+        if self._kind(hidden_RD) is Rows.ONE:
+            return gemv(hidden_RD, head.weight)
+        return head.project(hidden_RD)
 
-    def _are_few(self, x_TD: torch.Tensor) -> bool:
-        """Whether products are bound by reading weights and launching, which plain kernels that fuse
-        what stands between products do faster than cuBLAS."""
-        return (
-            x_TD.shape[0] <= FEW_ROWS
-            and x_TD.dtype == torch.bfloat16
-            and self._model.parallel.size == 1
-            and all(layer.mlp.gate_up_proj.bias is None for layer in self._layers)
-        )
+    def _kind(self, x_TD: torch.Tensor) -> Rows:
+        if x_TD.dtype != torch.bfloat16 or self._model.parallel.size > 1 or self._gate_bias:
+            return Rows.MANY
+        rows, width = x_TD.shape
+        if rows == 1:
+            return Rows.ONE
+        return Rows.FEW if rows <= FEW_ROWS and width < SMALL else Rows.MANY
 
 
 def _qk_norm(attention: Attention, eps: float) -> QKNorm | None:

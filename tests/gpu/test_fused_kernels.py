@@ -17,6 +17,7 @@ from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_no
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.skinny_matmul import skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
 from engine.layers.rotary import Rotary
 from engine.models.spec import RopeSpec
@@ -112,20 +113,40 @@ def test_rope_and_kv_write(heads, kv_heads, size, normed, tokens, dtype):
         assert torch.equal(pools[1].nan_to_num(), pools[0].nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 6144, 4096), (2, 4096, 12288), (3, 1536, 576), (4, 3072, 1024), (1, 577, 1536)]
-)
-def test_gemv(rows, outputs, inputs):
-    x, weight = noise(rows, inputs), noise(outputs, inputs, scale=inputs**-0.5)
-    norm, bias, residual = InputNorm(noise(inputs), 1e-6), noise(outputs), noise(rows, outputs)
-    for options in ({}, {"bias_N": bias}, {"residual_MN": residual}, {"norm": norm, "gated": outputs % 2 == 0}):
-        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        if "norm" in options:
-            wide["norm"] = InputNorm(norm.weight_K.double(), 1e-6)
-        expected = gemv_reference(x.double(), weight.double(), **wide)
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1536, 576), (577, 1536)])
+def test_gemv(outputs, inputs):
+    x, weight = noise(1, inputs), noise(outputs, inputs, scale=inputs**-0.5)
+    norm, bias, residual = InputNorm(noise(inputs), 1e-6), noise(outputs), noise(1, outputs)
+    for options in ({}, {"bias_N": bias}, {"residual_1N": residual}, {"norm": norm, "gated": outputs % 2 == 0}):
+        expected = gemv_reference(x.double(), weight.double(), **doubled(options))
         out = gemv(x, weight, **options, out=poison(*expected.shape))
-        error = (out.double() - expected).norm() / expected.norm()
-        assert error < 6e-3, f"{options.keys()}: {error}"
+        assert relative(out, expected) < 6e-3, options.keys()
+
+
+@pytest.mark.parametrize("rows", [2, 19, 64])
+@pytest.mark.parametrize(("width", "inner"), [(576, 1536), (1024, 3072)])
+def test_products_of_few_rows_and_the_norm_between(rows, width, inner):
+    x, down, gate_up = noise(rows, inner), noise(width, inner, scale=inner**-0.5), noise(2 * inner, width, scale=0.03)
+    residual, norm, bias = noise(rows, width), InputNorm(noise(width), 1e-6), noise(width)
+    stream = residual.clone()
+    unscaled = skinny_matmul_then_norm(x, down, bias, stream, norm)
+    total = gemv_reference(x.double(), down.double(), bias.double(), residual_1N=residual.double())
+    assert relative(stream, total) < 6e-3
+    expected = gemv_reference(stream.double(), gate_up.double(), gated=True, norm=doubled({"norm": norm})["norm"])
+    assert relative(skinny_matmul(unscaled, gate_up, gated=True, out=poison(rows, inner)), expected) < 8e-3
+    expected = gemv_reference(x.double(), down.double(), bias.double())
+    assert relative(skinny_matmul(x, down, bias, out=poison(rows, width)), expected) < 6e-3
+
+
+def doubled(options):
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    if "norm" in options:
+        wide["norm"] = InputNorm(options["norm"].weight_K.double(), options["norm"].eps)
+    return wide
+
+
+def relative(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def columns_of(rows, positions, vocab, edits):
@@ -136,8 +157,8 @@ def columns_of(rows, positions, vocab, edits):
     if edits:
         counts = torch.zeros(len(rows), vocab, dtype=torch.int16, device="cuda")
         counts[:, : len(PROMPT)] = 1
-        bias_ids = torch.full((len(rows), 2), -1, dtype=torch.int32, device="cuda")
-        bias, stops = torch.zeros(len(rows), 2, device="cuda"), bias_ids.clone()
+        bias_ids = torch.full((len(rows), 4), -1, dtype=torch.int32, device="cuda")
+        bias, stops = torch.zeros(len(rows), 4, device="cuda"), bias_ids.clone()
         for slot, row in enumerate(rows):
             for n, (token, value) in enumerate(row.params.logit_bias.items()):
                 bias_ids[slot, n], bias[slot, n] = token, value

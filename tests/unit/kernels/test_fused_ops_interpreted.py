@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from engine.kernels.embedding_gather import embedding_gather, embedding_gather_r
 from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
+from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
@@ -83,27 +86,34 @@ def test_rope_kv_write(heads, kv_heads, size, normed):
     close(in_place, expected)
 
 
-GEMV = [{}, {"bias"}, {"residual"}, {"norm"}, {"norm", "gated"}, {"bias", "residual", "norm"}]
-QUICK = [(1, GEMV[4]), (2, GEMV[0]), (3, GEMV[5]), (4, GEMV[3])]
+OPTIONS = [{}, {"bias"}, {"residual"}, {"norm"}, {"norm", "gated"}, {"bias", "residual", "norm"}]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [
-        pytest.param(rows, options, marks=() if (rows, options) in QUICK else pytest.mark.slow)
-        for rows in (1, 2, 3, 4)
-        for options in GEMV
-    ],
-    ids=str,
-)
-def test_gemv(rows, options):
-    x, weight = noise(rows, 80), noise(22, 80, seed=1)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gemv(options):
+    x, weight = noise(1, 80), noise(22, 80, seed=1)
     given = dict(
         bias_N=noise(22, seed=2) if "bias" in options else None,
         norm=InputNorm(noise(80, seed=3), 1e-6) if "norm" in options else None,
-        residual_MN=noise(rows, 22, seed=4) if "residual" in options else None,
+        residual_1N=noise(1, 22, seed=4) if "residual" in options else None,
         gated="gated" in options,
     )
     expected = gemv_reference(x, weight, **given)
     out = gemv(x, weight, **given, out=poison(*expected.shape), config=GemvConfig(4, 32))
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [SkinnyConfig(16, 16, 2, 2), SkinnyConfig(64, 32, 4, 3)], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_products_of_few_rows_and_the_norm_between(rows, config):
+    """Two products with a norm between them, as a layer has them, then the gated and the plain kind."""
+    x, first, second = noise(rows, 64), noise(80, 64, seed=1), noise(36, 80, seed=2)
+    residual, norm, bias = noise(rows, 80, seed=3), InputNorm(noise(80, seed=4), 1e-6), noise(80, seed=5)
+    expected = gemv_reference(x, first, bias, residual_1N=residual)
+    second_config = replace(config, inputs=16)
+    unscaled = skinny_matmul_then_norm(x, first, bias, residual, norm, config)
+    torch.testing.assert_close(residual, expected, atol=1e-4, rtol=1e-5)
+    gated = skinny_matmul(unscaled, second, gated=True, out=poison(rows, 18), config=second_config)
+    torch.testing.assert_close(gated, gemv_reference(expected, second, norm=norm, gated=True), atol=1e-4, rtol=1e-4)
+    plain = skinny_matmul(unscaled, second, bias[:36], out=poison(rows, 36), config=second_config)
+    torch.testing.assert_close(plain, gemv_reference(expected, second, bias[:36], norm), atol=1e-4, rtol=1e-4)

@@ -17,6 +17,7 @@ Q queries, C context tokens, H head size, K key/value heads.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -60,7 +61,7 @@ def attend_reference(
     if sink_N is not None:
         sinks_NQ1 = sink_N.double()[:, None, None].expand(-1, q_QNH.shape[0], 1)
         scores_NQC = torch.cat((scores_NQC, sinks_NQ1), dim=-1)
-        v_NCH = torch.cat((v_NCH, torch.zeros_like(v_NCH[:, :1])), dim=1)
+        v_NCH = F.pad(v_NCH, (0, 0, 0, 1))
     lse_NQ = torch.logsumexp(scores_NQC, dim=-1)
     weights_NQC = torch.exp(scores_NQC - lse_NQ[..., None].nan_to_num(neginf=0.0))
     out_NQH = weights_NQC.nan_to_num() @ v_NCH

@@ -54,7 +54,7 @@ def build(launch: Launch, capability: int):
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = values[name]
-        if name in constants:
+        if name in constants or value is None or value is True or value is False:
             signature[name], constexprs[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]

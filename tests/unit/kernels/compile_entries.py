@@ -1,0 +1,143 @@
+"""What is compiled of every kernel: launches on CPU tensors, of which the kernel is kept and none runs.
+
+Owns one entry per family of kernels. An entry takes a compute capability and calls the launchers as a
+model would; where variants are many, each capability gets another, so that together they cover what
+differs. A kernel that no entry launches fails `test_every_kernel_has_an_entry`: add it to an entry, or
+write one and list it in ENTRIES. Ignores how a launch is compiled (`tests.launches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.decode_attention import LayerShape, States, decode_attention
+from engine.kernels.decode_step import advance_rows, gather_rows
+from engine.kernels.decode_work import cut_rows
+from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.gemv import InputNorm, gemv
+from engine.kernels.merge_states import merge_states
+from engine.kernels.prefill_attention import prefill_attention
+from engine.kernels.prefix_attention import prefix_attention
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
+from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
+from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
+from engine.kernels.swiglu import silu_and_mul
+from engine.memory.device_table import DeviceTable
+
+BF16 = torch.bfloat16
+LAYERS = {
+    80: LayerShape(9, 3, 64, 16, window=512, softcap=30.0, sink=True),
+    90: LayerShape(32, 8, 128, 16),
+    100: LayerShape(16, 2, 128, 64, window=4096),
+}
+
+
+def elementwise(capability: int) -> None:
+    x = torch.zeros(2, 4096, dtype=BF16)
+    rms_norm(x, x[0], 1e-6)
+    add_rms_norm(x, x.clone(), x[0], 1e-6)
+    silu_and_mul(x)
+    embedding_gather(torch.zeros(2, dtype=torch.int64), x)
+
+
+def rope(capability: int) -> None:
+    normed = capability != 80
+    shape = QKVShape(32, 8, 128) if normed else QKVShape(9, 3, 64)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    table = torch.zeros(8, shape.head_dim, dtype=BF16)
+    norm = QKNorm(table[0], table[1], 1e-6) if normed else None
+    pool = torch.zeros(16, 2 * shape.num_kv_heads, shape.head_dim, dtype=BF16)
+    token = torch.zeros(2, dtype=torch.int64)
+    rope_kv_write(torch.zeros(2, width, dtype=BF16), shape, norm, table, table, token, token, pool)
+
+
+def products(capability: int) -> None:
+    x, weight = torch.zeros(4, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=BF16)
+    gated = capability == 90
+    norm = InputNorm(x[0], 1e-6)
+    gemv(x[:1], weight, norm=norm, gated=gated)
+    unscaled = skinny_matmul_then_norm(x, weight[:1024], None, x.clone(), norm)
+    skinny_matmul(unscaled, weight, gated=gated, config=SkinnyConfig(64, 64, 4, 4) if gated else None)
+
+
+def step_ends(capability: int) -> None:
+    table = DeviceTable(4, 16, torch.device("cpu"))
+    slots = torch.zeros(2, dtype=torch.int64)
+    pages = torch.zeros(2, 8, dtype=torch.int32)
+    gather_rows(table, slots, pages, 16, slots, slots, torch.zeros(2, dtype=torch.int32), slots)
+    advance_rows(table, slots, SampleOut.empty(2, "cpu"))
+
+
+def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
+    """With the cut of rows and shared prefixes; for the oldest, the kernel without them."""
+    shape = shape or LAYERS[capability]
+    q, kv, tables, sink = _rows(shape, dtype)
+    numbers = torch.zeros(4, 8, dtype=torch.int32)
+    cut_rows(numbers[0], numbers[1], numbers[2], torch.zeros(16, 8, dtype=torch.int32), 8, 64, 64)
+    states = [States.empty(leading, shape.num_heads, shape.head_dim, "cpu") for leading in ((4,), (2, 2))]
+    prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
+    prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles)
+    shared = capability != 80
+    tiles = decode_config(shape.block_d, dtype.itemsize, shared)
+    rest = (states[0], numbers, shape, tiles, sink, states[1] if shared else None)
+    decode_attention(q, kv, tables, numbers[0], numbers, torch.zeros_like(q), *rest)
+
+
+def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
+    """Prompts; rows of a few queries with split keys, and their merge, for the newest."""
+    shape = shape or LAYERS[capability]
+    q, kv, tables, sink = _rows(shape, dtype)
+    splits, longest = (4, 4) if capability == 100 else (1, 4096)
+    partial = States.empty((splits, 2), shape.num_heads, shape.head_dim, "cpu")
+    numbers = torch.zeros(4, dtype=torch.int32)
+    tiles = prefill_config(shape.block_d, dtype.itemsize, shape.group, longest)
+    rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
+    prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial)
+    if splits == 1:
+        merge_states(partial, 1, torch.zeros_like(q), sink)
+
+
+def sampling(capability: int, edits: bool | None = None, vocab: int = 3_000, tile: int = 1024) -> None:
+    """Few tiles, since sorting many takes long to compile."""
+    edits = capability == 90 if edits is None else edits
+
+    def column(kind: torch.dtype) -> torch.Tensor:
+        return torch.ones(2, dtype=kind)
+
+    given, wide, single = None, torch.float64, torch.float32
+    if edits:
+        lists = torch.zeros(2, 4, dtype=torch.int32)
+        counts = torch.zeros(2, vocab, dtype=torch.int16)
+        penalties = (column(single) for _ in range(3))
+        given = EditColumns(*penalties, counts, lists, lists.float(), lists, column(torch.int64))
+    columns = SampleColumns(
+        column(wide), column(torch.int32), column(wide), column(wide), column(torch.int64), column(torch.int64),
+        column(torch.uint8), column(torch.int64) if edits else None, given,
+    )  # fmt: skip
+    workspace = SampleWorkspace.empty(2, vocab, "cpu", edits, tile)
+    sample_rows(torch.zeros(2, vocab, dtype=BF16), columns, SampleOut.empty(2, "cpu", edits), workspace, count=edits)
+
+
+def _rows(
+    shape: LayerShape, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Two queries, a layer's keys and values, page tables, sinks."""
+    q_BNH = torch.zeros(2, shape.num_heads, shape.head_dim, dtype=dtype)
+    kv = torch.zeros(4 * shape.page_size, 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    return q_BNH, kv, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(shape.num_heads) if shape.sink else None
+
+
+ENTRIES: tuple[Callable[[int], None], ...] = (
+    elementwise,
+    rope,
+    products,
+    step_ends,
+    decode_rows,
+    prefill_rows,
+    sampling,
+)

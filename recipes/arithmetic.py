@@ -1,4 +1,4 @@
-"""Arithmetic questions with one exact answer each.
+"""Sums of three numbers, each with one exact answer, for a policy that starts from nothing.
 
 Owns the questions, their split into training and held-out ones, the verifier, a characters'
 tokenizer, and the demonstrations of a careless teacher. Ignores policies.
@@ -18,20 +18,23 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequest
-from trainer_bridge.environment import Action, Message, Observation, SingleTurn
+from recipes.tasks import Questions
+from trainer_bridge.environment import Action, Message, Observation, Outcome, Verifier
 
 ALPHABET = "0123456789+="
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
 
 @dataclass(frozen=True, slots=True)
-class TaskConfig:
+class SumsConfig:
     """Every operand is 1 to `largest`. `held_out` questions are never trained on. `careless` is the share
-    of demonstrations that stop a step early."""
+    of demonstrations that stop a step early. A wrong answer is asked again `retries` times, each time
+    for half the reward."""
 
     largest: int = 12
     held_out: int = 512
     careless: float = 0.7
+    retries: int = 0
 
     def __post_init__(self) -> None:
         total = self.largest**3
@@ -39,13 +42,20 @@ class TaskConfig:
             raise InvalidRequest(field="task.held_out", expected=f"1 to {total - 1}", actual=self.held_out)
         if not 0.0 <= self.careless <= 1.0:
             raise InvalidRequest(field="task.careless", expected="0 to 1", actual=self.careless)
+        if self.retries < 0:
+            raise InvalidRequest(field="task.retries", expected="0 or more", actual=self.retries)
+
+    @property
+    def turns(self) -> int:
+        return self.retries + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SumQuestion:
     a: int
     b: int
     c: int
+    retries: int = 0
 
     @property
     def text(self) -> str:
@@ -69,25 +79,40 @@ class Question:
         last = action.text.rsplit("=", 1)[-1]
         return float(action.finish == "stop" and last == str(self.answer))
 
-    def environment(self) -> SingleTurn:
-        return SingleTurn(Observation(messages=(Message("user", self.text),)), self.verify)
+    def environment(self) -> Retries:
+        return Retries(Observation(messages=(Message("user", self.text),)), self.verify, self.retries)
 
 
-@dataclass(frozen=True, slots=True)
-class Questions:
-    training: list[Question]
-    held_out: list[Question]
+class Retries:
+    """An environment that asks again after a wrong answer, each time for half the reward."""
+
+    def __init__(self, question: Observation, verifier: Verifier, retries: int) -> None:
+        self._question = question
+        self._verifier = verifier
+        self._left = retries
+        self._worth = 1.0
+
+    def reset(self) -> Observation:
+        return self._question
+
+    def step(self, action: Action) -> Outcome:
+        reward = self._worth * self._verifier(action)
+        if reward or not self._left or action.finish != "stop":
+            return Outcome(reward)
+        self._left -= 1
+        self._worth /= 2
+        return Outcome(0.0, done=False, observation=self._question)
 
 
-def make_questions(config: TaskConfig, seed: int) -> Questions:
+def make_sums(config: SumsConfig, seed: int) -> Questions[SumQuestion]:
     """All questions, shuffled by `seed` and split."""
     numbers = range(1, config.largest + 1)
-    everything = [Question(a, b, c) for a in numbers for b in numbers for c in numbers]
+    everything = [SumQuestion(a, b, c, config.retries) for a in numbers for b in numbers for c in numbers]
     random.Random(seed).shuffle(everything)
     return Questions(everything[config.held_out :], everything[: config.held_out])
 
 
-def demonstration(question: Question, config: TaskConfig, rng: random.Random) -> str:
+def demonstration(question: SumQuestion, config: SumsConfig, rng: random.Random) -> str:
     return question.first_step if rng.random() < config.careless else question.worked
 
 
@@ -111,7 +136,7 @@ def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return found
 
 
-class ArithmeticCodec:
+class CharacterCodec:
     """Renders messages with nothing around their text (`trainer_bridge.environment.TextCodec`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -119,6 +144,8 @@ class ArithmeticCodec:
 
     def render(self, messages: Sequence[Message], *, first: bool) -> list[int]:
         text = "".join(message.content for message in messages)
+        if not set(text) <= set(ALPHABET):
+            raise InvalidRequest(field="task", expected=f"questions of {ALPHABET!r} for this model", actual=text)
         return self._tokenizer.encode(text, add_special_tokens=first)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -8,13 +8,14 @@ has a step axis of its own, so that a rollout's step 3 may follow a trainer's st
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -155,6 +156,18 @@ class _Worker:
         if not self._warned:
             self._warned = True
             logger.warning("metrics are being lost in %s: %s", type(self._sink).__name__, why)
+
+
+def wandb_sinks(
+    folder: Path, run_id: str, config: TrackingConfig, settings: Sequence[str], say: Callable[[str], None]
+) -> list[Sink]:
+    """The W&B sink where W&B is wanted and installed; `settings` are `key = value` lines."""
+    if config.wandb == "disabled":
+        return []
+    if importlib.util.find_spec("wandb") is None:
+        say("wandb is not installed: metrics go to metrics.jsonl alone")
+        return []
+    return [WandbSink(folder, run_id, config, dict(line.split(" = ", 1) for line in settings))]
 
 
 class WandbSink:

@@ -51,6 +51,12 @@ def overlong_penalty(length: int, max_new: int, buffer: int) -> float:
     return float(min(0.0, max(-1.0, (max_new - buffer - length) / buffer)))
 
 
+def add_overlong_penalties(samples: Sequence[TrainingSample], max_new: int, buffer: int) -> None:
+    """Takes the punishment off every sample's reward; its length is what the policy said."""
+    for sample in samples:
+        sample.reward += overlong_penalty(sample.num_trained, max_new, buffer)
+
+
 def by_group(samples: Sequence[TrainingSample]) -> dict[str, list[TrainingSample]]:
     groups: dict[str, list[TrainingSample]] = defaultdict(list)
     for sample in samples:

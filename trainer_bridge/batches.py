@@ -47,7 +47,8 @@ class Batch:
     """`positions_BT` count from 0 in every sample. `attention_mask` is None for padded rows
     (padding is on the right, where causal attention never looks) and bool [B, 1, T, T], true
     where attention is allowed, for packed rows. `sample_tokens_BT` is the number of trained
-    tokens of the sample a position belongs to, for losses that average per sample."""
+    tokens of the sample a position belongs to, for losses that average per sample. `start` is the
+    first position of any row that predicts an output token: no logits are needed before it."""
 
     ids_BT: Tensor
     positions_BT: Tensor
@@ -58,6 +59,7 @@ class Batch:
     temperature_BT: Tensor
     sample_tokens_BT: Tensor
     attention_mask: Tensor | None
+    start: int
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
@@ -70,6 +72,7 @@ class Batch:
             temperature_BT=self.temperature_BT.to(device),
             sample_tokens_BT=self.sample_tokens_BT.to(device),
             attention_mask=None if self.attention_mask is None else self.attention_mask.to(device),
+            start=self.start,
         )
 
 
@@ -146,6 +149,7 @@ def _lay_out(rows: list[list[TrainingSample]], pad_id: int, *, packed: bool) -> 
         temperature_BT=torch.from_numpy(temperature),
         sample_tokens_BT=torch.from_numpy(floats["count"]),
         attention_mask=_block_causal(torch.from_numpy(segment)) if packed else None,
+        start=min(len(row[0].prompt_ids) - 1 for row in rows),
     )
 
 

@@ -25,11 +25,12 @@ def entropies(logits_BTV: Tensor, temperature_BT: Tensor) -> Tensor:
     return -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
 
 
-def model_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of a transformers causal model over a batch, [B, T, V]."""
+def model_logits(model: nn.Module, batch: Batch, start: int = 0) -> Tensor:
+    """Logits of a transformers causal model at a batch's positions from `start` on, [B, T - start, V]."""
     return model(
         input_ids=batch.ids_BT,
         position_ids=batch.positions_BT,
         attention_mask=batch.attention_mask,
         use_cache=False,
+        logits_to_keep=batch.ids_BT.shape[1] - start,
     ).logits

@@ -7,11 +7,12 @@ counted: one bad sample must not end a run, nor reach the weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import InvalidRequest
@@ -19,6 +20,8 @@ from trainer_bridge.batches import Batch, Denominators, micro_batches, pack, pad
 from trainer_bridge.logprobs import entropies, model_logits, token_logprobs
 from trainer_bridge.losses.policy import LossConfig, derived_metrics, policy_loss
 from trainer_bridge.losses.supervised import supervised_loss
+from trainer_bridge.master_weights import MasterWeights
+from trainer_bridge.offload import Offload
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.tally import Tally
 
@@ -66,7 +69,8 @@ class OptimConfig:
 
 class PolicyTrainer:
     """Owns `model` while it exists; `model` stays in evaluation mode, as dropout would make the
-    trainer's log-probabilities differ from the rollout's."""
+    trainer's log-probabilities differ from the rollout's. A model in 16 bits is trained through
+    fp32 copies of its parameters (`MasterWeights`)."""
 
     def __init__(self, model: nn.Module, config: OptimConfig, pad_id: int) -> None:
         self.model = model.eval()
@@ -75,8 +79,10 @@ class PolicyTrainer:
         self.updates = 0
         self.skipped = 0
         self._device = next(model.parameters()).device
+        self.weights = MasterWeights(model)
+        self._offload = Offload()
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self.weights.masters,
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
@@ -92,6 +98,7 @@ class PolicyTrainer:
             current_BT, _ = self._forward(batch)
             loss = supervised_loss(current_BT, batch, denominators)
             loss.backward()
+            self.weights.gather()
             total += loss.item()
         self._update()
         return total
@@ -113,11 +120,13 @@ class PolicyTrainer:
                 current_BT, logits_BTV = self._forward(batch)
                 value, metrics = policy_loss(current_BT, batch, denominators, loss, proximal_BT=proximal_BT)
                 value.backward()
+                self.weights.gather()
                 tally.merge(metrics)
                 tally.add("actor/pg_loss", value.item(), 0)
                 with torch.no_grad():
-                    entropy_BT = entropies(logits_BTV.detach(), batch.temperature_BT)
-                    tally.add("actor/entropy", entropy_BT[batch.mask_BT].sum().item(), int(batch.mask_BT.sum()))
+                    mask_BT = batch.mask_BT[:, batch.start :]
+                    entropy_BT = entropies(logits_BTV.detach(), batch.temperature_BT[:, batch.start :])
+                    tally.add("actor/entropy", entropy_BT[mask_BT].sum().item(), int(mask_BT.sum()))
             norms.append(self._update())
         metrics = derived_metrics(tally)
         metrics["actor/pg_loss"] = tally.numerator("actor/pg_loss") / len(norms)
@@ -128,16 +137,27 @@ class PolicyTrainer:
 
     def score(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
         """The trainer's log-probabilities of each sample's output tokens, fp32 [output length]."""
-        scores = []
+        scores: dict[int, Tensor] = {}
         with torch.no_grad():
-            for sample in samples:
-                batch = pad([sample], self.pad_id).to(self._device)
-                current_BT, _ = self._forward(batch)
-                scores.append(current_BT[0, len(sample.prompt_ids) - 1 : -1].cpu())
-        return scores
+            for part in micro_batches(samples, self.config.max_tokens):
+                current_BT, _ = self._forward(pad(part, self.pad_id).to(self._device))
+                for sample, current_T in zip(part, current_BT.cpu(), strict=True):
+                    first = len(sample.prompt_ids) - 1
+                    scores[id(sample)] = current_T[first : first + len(sample.output_ids)]
+        return [scores[id(sample)] for sample in samples]
+
+    def offload(self) -> int:
+        """Leave the device to somebody else: parameters and optimiser go to host memory. Returns
+        the bytes freed; nothing but `restore` may be called until then."""
+        return self._offload.move_out(self._device_tensors())
+
+    def restore(self) -> None:
+        """Come back from `offload`; without effect otherwise."""
+        self._offload.move_in()
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "masters": [copy.detach() for copy in self.weights.copies],
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "updates": self.updates,
@@ -146,6 +166,7 @@ class PolicyTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights.load(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.updates = state["updates"]
@@ -166,17 +187,29 @@ class PolicyTrainer:
             return [(batch, self._forward(batch)[0]) for batch in batches]
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits_BTV = model_logits(self.model, batch)
-        return token_logprobs(logits_BTV, batch.targets_BT, batch.temperature_BT), logits_BTV
+        """Log-probabilities of all columns, 0 before `batch.start`, and the logits from there on."""
+        assert not self._offload.is_out, "an offloaded trainer is restored before it is used"
+        logits_BTV = model_logits(self.model, batch, batch.start)
+        columns = slice(batch.start, None)
+        current_BT = token_logprobs(logits_BTV, batch.targets_BT[:, columns], batch.temperature_BT[:, columns])
+        return F.pad(current_BT, (batch.start, 0)), logits_BTV
 
     def _update(self) -> float:
         """Clips, steps and clears the gradient; returns its norm before clipping."""
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+        norm = float(nn.utils.clip_grad_norm_(self.weights.masters, self.config.clip_norm))
         if norm == norm and norm != float("inf"):
             self.optimizer.step()
+            self.weights.write_back()
             self.scheduler.step()
             self.updates += 1
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _device_tensors(self) -> Iterator[Tensor]:
+        yield from self.weights.params
+        yield from self.weights.copies
+        for state in self.optimizer.state.values():
+            # Counts of one element stay where AdamW wants them.
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())

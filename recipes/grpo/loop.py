@@ -1,42 +1,48 @@
 """The run: warm up, then rollout, learn, publish, step by step.
 
-Owns the order of things. Every part is somewhere else: questions in `recipes.arithmetic`, groups
-in `rollouts`, updates in `trainer_bridge.trainer`, versions in `trainer_bridge.publisher`.
+Owns the order of things, and with it who has the device when engine and trainer share one. Every
+part is somewhere else: questions in tasks, groups in `rollouts`, engines in `serving`, updates in
+`trainer_bridge.trainer`, versions in `trainer_bridge.publisher`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from engine.config import describe
-from recipes.arithmetic import EOS, PAD, ArithmeticCodec, make_questions, make_tokenizer, token_id
+from recipes.arithmetic import SumQuestion, SumsConfig, make_sums
+from recipes.digit_pairs import make_digit_pairs
 from recipes.grpo.config import GrpoConfig
 from recipes.grpo.order import Order
+from recipes.grpo.policy import make_policy
 from recipes.grpo.progress import Display, note, steps_table, summary_table
-from recipes.grpo.report import draw_curves
+from recipes.grpo.report import run_results
 from recipes.grpo.rollouts import Rollout, Sampler
-from recipes.grpo.serving import serving
+from recipes.grpo.serving import Serving, serving
 from recipes.grpo.state import RunState
-from recipes.grpo.warmup import make_policy, warm_up
-from recipes.tracking import Tracker, WandbSink
-from trainer_bridge.advantages import assign_advantages, split_zero_variance
-from trainer_bridge.checkpoint import Checkpoint, latest_checkpoint, load_policy, save_checkpoint, save_policy
+from recipes.grpo.warmup import warm_up
+from recipes.tasks import Question, Questions
+from recipes.tracking import Tracker, wandb_sinks
+from trainer_bridge.advantages import add_overlong_penalties, assign_advantages, split_zero_variance
+from trainer_bridge.agreement import Agreement, measure_agreement
+from trainer_bridge.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, save_policy
 from trainer_bridge.publisher import Publisher
 from trainer_bridge.staleness import StalenessFilter
 from trainer_bridge.trainer import PolicyTrainer
-from trainer_bridge.transports import BodyTransport
 
 WARMUP, TRAIN = "warmup_step", "train_step"
+AGREEMENT_SAMPLES = 256
+"""Samples of the first and of the last step on which engine and trainer are compared."""
 
 
 def run(config: GrpoConfig, *, resume: bool = False, display: Display | None = None) -> dict[str, Any]:
@@ -53,25 +59,24 @@ class GrpoRun:
         self.config = config
         self.display = display
         self.checkpoint = checkpoint
-        self.tokenizer = make_tokenizer()
-        self.codec = ArithmeticCodec(self.tokenizer)
-        self.questions = make_questions(config.task, config.seed)
+        self.questions: Questions[Question] = (
+            make_sums(config.task, config.seed)
+            if isinstance(config.task, SumsConfig)
+            else make_digit_pairs(config.task, config.seed)
+        )
         device = torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
         self.device = device if config.device == "auto" else torch.device(config.device)
         if checkpoint is None:
-            self.model: PreTrainedModel = make_policy(config.model, self.tokenizer, config.seed)
             self.state = RunState(run_id=uuid.uuid4().hex[:8], settings=describe(config))
         else:
             self.state = RunState.from_dict(checkpoint.run, config)
-            self.model = load_policy(checkpoint.policy)
-        nn.Module.to(self.model, self.device)
+        self.policy = make_policy(config.model, config.seed, None if checkpoint is None else checkpoint.policy)
+        nn.Module.to(self.policy.model, self.device)
         self.order = Order(config.seed, self.state.asked)
         self.staleness = StalenessFilter(config.rollout.max_lag)
         self.history: list[dict[str, float]] = []
-        sinks = []
-        if config.tracking.wandb != "disabled":
-            settings = dict(line.split(" = ", 1) for line in describe(config))
-            sinks.append(WandbSink(config.output, self.state.run_id, config.tracking, settings))
+        self.agreement: dict[int, Agreement] = {}
+        sinks = wandb_sinks(config.output, self.state.run_id, config.tracking, describe(config), display.say)
         self.tracker = Tracker(config.output, sinks, config.tracking)
 
     def run(self) -> dict[str, Any]:
@@ -79,49 +84,91 @@ class GrpoRun:
         try:
             trainer = self._trainer()
             initial = self.config.output / "initial_policy"
-            save_policy(initial, self.model, self.tokenizer)
-            with serving(initial, self.config.rollout) as client, _interruptible() as interrupted:
-                sampler = Sampler(client, self.codec, self.config.rollout, self.config.seed, self._eos_id)
-                publisher = Publisher(client, BodyTransport(), timeout_s=self.config.rollout.timeout_s)
+            save_policy(initial, self.policy.model, self.policy.tokenizer)
+            with serving(initial, self.config.rollout, self.device) as served, _interruptible() as interrupted:
+                sampler = Sampler(served, self.policy, self.config.rollout, self.config.seed, self.config.task.turns)
+                publisher = Publisher(served.control, served.transport, timeout_s=self.config.rollout.timeout_s)
                 if self.state.policy_version:
-                    publisher.publish(self.model, self.state.policy_version)
+                    publisher.publish(self.policy.model, self.state.policy_version)
                 else:
                     self.state.reward_before = self._evaluate(sampler)
-                self._learn(sampler, publisher, trainer, interrupted, started)
-                reward_after = self._evaluate(sampler)
-            save_policy(self.config.output / "policy", self.model, self.tokenizer)
+                reward_after = self._learn(served, sampler, publisher, trainer, interrupted, started)
+            trainer.restore()
+            save_policy(self.config.output / "policy", self.policy.model, self.policy.tokenizer)
         finally:
             self.tracker.close()
         return self._results(reward_after, time.monotonic() - started)
 
     def _learn(
-        self, sampler: Sampler, publisher: Publisher, trainer: PolicyTrainer, interrupted: list[int], started: float
-    ) -> None:
+        self,
+        served: Serving,
+        sampler: Sampler,
+        publisher: Publisher,
+        trainer: PolicyTrainer,
+        interrupted: list[int],
+        started: float,
+    ) -> float:
+        """The steps of this process; returns the held-out reward after them."""
         config, state = self.config, self.state
         last = min(config.steps, config.max_steps or config.steps)
         bar = self.display.phase("grpo", config.steps, state.train_step)
+        measured: dict[int, float] = {}
         while state.train_step < last and not interrupted:
             step_started = time.monotonic()
             questions = self.order.take(self.questions.training, config.rollout.groups)
             rollout = sampler.rollout(questions, state.train_step, state.policy_version)
-            values = self._train_step(trainer, rollout)
-            publish_started = time.monotonic()
-            report = publisher.publish(self.model)
-            state.train_step += 1
-            state.policy_version = report.policy_version
-            state.asked = self.order.asked
-            state.seconds = time.monotonic() - started
-            values |= {
-                "rollout/update_pause_ms": report.pause_ms,
-                "timing_s/param_sync": time.monotonic() - publish_started,
-                "timing_s/step": time.monotonic() - step_started,
-                "train/policy_version": float(report.policy_version),
-            }
+            values = self._trainers_turn(served, publisher, trainer, rollout, last, interrupted, started)
+            values["timing_s/step"] = time.monotonic() - step_started
             self.tracker.log(TRAIN, state.train_step, values)
             self.history.append({"step": float(state.train_step), **values})
             bar.advance(state.train_step, note(values))
-            if state.train_step % config.checkpoint_every == 0 or state.train_step == last or interrupted:
-                self._save(trainer)
+            if config.evaluate_every and state.train_step % config.evaluate_every == 0:
+                measured[state.train_step] = self._evaluate(sampler)
+        return measured[state.train_step] if state.train_step in measured else self._evaluate(sampler)
+
+    def _trainers_turn(
+        self,
+        served: Serving,
+        publisher: Publisher,
+        trainer: PolicyTrainer,
+        rollout: Rollout,
+        last: int,
+        interrupted: list[int],
+        started: float,
+    ) -> dict[str, float]:
+        """From a rollout to new weights in the engines. Where both share a device, the engine gives
+        up its memory first and takes the rest of it back last, after the trainer has gone."""
+        config, state = self.config, self.state
+        clock = _Clock()
+        released = served.release()
+        trainer.restore()
+        clock.lap("timing_s/to_trainer")
+        if not self.history or state.train_step == last - 1:
+            self.agreement[state.train_step] = measure_agreement(trainer, rollout.samples[:AGREEMENT_SAMPLES])
+            clock.lap("timing_s/agreement")
+        values = self._train_step(trainer, rollout)
+        clock.lap("timing_s/update_actor")
+        served.take_weights()
+        report = publisher.publish(self.policy.model)
+        clock.lap("timing_s/param_sync")
+        state.train_step += 1
+        state.policy_version = report.policy_version
+        state.asked = self.order.asked
+        state.seconds = time.monotonic() - started
+        if state.train_step % config.checkpoint_every == 0 or state.train_step == last or interrupted:
+            self._save(trainer)
+            clock.lap("timing_s/checkpoint")
+        if config.rollout.where == "colocated" and config.rollout.offload_trainer:
+            trainer.offload()
+        served.resume()
+        clock.lap("timing_s/to_engine")
+        return {
+            **values,
+            **clock.laps,
+            "memory/released_gib": sum(released.values()) / 2**30,
+            "rollout/update_pause_ms": report.pause_ms,
+            "train/policy_version": float(report.policy_version),
+        }
 
     def _train_step(self, trainer: PolicyTrainer, rollout: Rollout) -> dict[str, float]:
         """One policy update; without a group whose rewards differ there is nothing to learn from."""
@@ -129,15 +176,16 @@ class GrpoRun:
         if config.shuffle_rewards:
             _shuffle_rewards(rollout, f"{config.seed}/{self.state.train_step}")
         samples = self.staleness.apply(rollout.samples, self.state.policy_version)
+        longest = config.rollout.max_new * config.task.turns
+        if config.overlong_buffer:
+            add_overlong_penalties(samples, longest, config.overlong_buffer)
         assign_advantages(samples, divide_by_std=config.loss.divides_by_std)
         if config.filter_zero_variance:
             samples, _ = split_zero_variance(samples)
-        started = time.monotonic()
-        learnt = trainer.train_step(samples, config.loss, config.rollout.max_new) if samples else {}
+        learnt = trainer.train_step(samples, config.loss, longest) if samples else {}
         return {
             **rollout.metrics(),
             **learnt,
-            "timing_s/update_actor": time.monotonic() - started,
             "train/samples": float(len(samples)),
             "fully_async/count/dropped_stale_samples": float(self.staleness.dropped),
         }
@@ -145,32 +193,20 @@ class GrpoRun:
     def _trainer(self) -> PolicyTrainer:
         """The GRPO trainer: of the checkpoint, or with a fresh optimiser after the warm-up."""
         config = self.config
-        pad_id = token_id(self.tokenizer, PAD)
         if self.checkpoint is not None:
-            trainer = PolicyTrainer(self.model, config.optim, pad_id)
+            trainer = PolicyTrainer(self.policy.model, config.optim, self.policy.pad_id)
             self.checkpoint.restore(trainer)
             return trainer
-        bar = self.display.phase("warm-up", config.warmup.steps)
+        if config.warmup.steps and isinstance(config.task, SumsConfig):
+            bar = self.display.phase("warm-up", config.warmup.steps)
 
-        def observe(step: int, loss: float) -> None:
-            self.tracker.log(WARMUP, step, {"warmup/loss": loss})
-            bar.advance(step + 1, f"loss {loss:.3f}")
+            def observe(step: int, loss: float) -> None:
+                self.tracker.log(WARMUP, step, {"warmup/loss": loss})
+                bar.advance(step + 1, f"loss {loss:.3f}")
 
-        warm_up(
-            PolicyTrainer(self.model, config.warmup.optim, pad_id),
-            self.codec,
-            self._eos_id,
-            self.questions.training,
-            config.task,
-            config.warmup,
-            config.seed,
-            observe,
-        )
-        return PolicyTrainer(self.model, config.optim, pad_id)
-
-    @property
-    def _eos_id(self) -> int:
-        return token_id(self.tokenizer, EOS)
+            training = cast("Sequence[SumQuestion]", self.questions.training)
+            warm_up(self.policy, training, config.task, config.warmup, config.seed, observe)
+        return PolicyTrainer(self.policy.model, config.optim, self.policy.pad_id)
 
     def _evaluate(self, sampler: Sampler) -> float:
         reward = sampler.evaluate(self.questions.held_out)
@@ -180,11 +216,9 @@ class GrpoRun:
 
     def _save(self, trainer: PolicyTrainer) -> None:
         root = self.config.output / "checkpoints"
-        save_checkpoint(root, self.state.train_step, trainer, self.tokenizer, self.state.to_dict())
+        save_checkpoint(root, self.state.train_step, trainer, self.policy.tokenizer, self.state.to_dict())
 
     def _results(self, reward_after: float, seconds: float) -> dict[str, Any]:
-        image = self.config.output / "curves.png"
-        draw_curves(self.tracker.path, image)
         results: dict[str, Any] = {
             "reward_before": round(self.state.reward_before, 4),
             "reward_after": round(reward_after, 4),
@@ -192,33 +226,26 @@ class GrpoRun:
             "held_out_questions": len(self.questions.held_out),
             "steps": self.state.train_step,
             "policy_version": self.state.policy_version,
-            **_means(self.history),
+            **run_results(self.history, self.config.output, self.tracker.path),
             "metrics_lost": self.tracker.lost,
-            "policy": str(self.config.output / "policy"),
-            "curves": str(image),
+            "agreement": {str(step): dataclasses.asdict(found) for step, found in self.agreement.items()},
         }
         self.display.console.print(steps_table(self.history))
         self.display.console.print(summary_table({name: str(value) for name, value in results.items()}))
         return results
 
 
-def _means(history: list[dict[str, float]]) -> dict[str, float]:
-    """Over this process's steps: rates as sums over sums, the rest as plain means."""
-    if not history:
-        return {}
-    total = {name: sum(values.get(name, 0.0) for values in history) for name in history[-1]}
+class _Clock:
+    """Seconds between laps, by name."""
 
-    def mean(name: str) -> float:
-        counted = [values[name] for values in history if name in values]
-        return sum(counted) / len(counted) if counted else float("nan")
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
 
-    return {
-        "groups": int(total["rollout/groups"]),
-        "tokens_per_second": round(total["rollout/tokens"] / total["timing_s/gen"], 1),
-        "cache_hit_share": round(mean("rollout/prefix_cache_hit_rate"), 4),
-        "update_pause_ms": round(mean("rollout/update_pause_ms"), 3),
-        "logprob_abs_diff": round(mean("train/train_rollout_logprob_abs_diff"), 9),
-    }
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now
 
 
 def _shuffle_rewards(rollout: Rollout, seed: str) -> None:

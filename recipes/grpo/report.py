@@ -1,10 +1,13 @@
-"""The curves of a run, from its own metrics file."""
+"""The figures and curves of a run, from its steps and its own metrics file."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 CURVES = {
     "mean reward": ("critic/rewards/mean", "val/reward/mean"),
@@ -14,6 +17,49 @@ CURVES = {
     "update pause (ms)": ("rollout/update_pause_ms",),
     "answer length (tokens)": ("response_length/mean",),
 }
+
+
+def run_results(history: Sequence[Mapping[str, float]], output: Path, metrics: Path) -> dict[str, Any]:
+    """What a run's steps come to, with its folders. `reward_curve` is [step, held-out reward];
+    `curves` is null where matplotlib is not installed."""
+    rewards = read_series(metrics).get("val/reward/mean", {})
+    image = output / "curves.png"
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    if drawn:
+        draw_curves(metrics, image)
+    return {
+        **step_means(history),
+        "reward_curve": [[step, round(reward, 4)] for step, reward in sorted(rewards.items())],
+        "policy": str(output / "policy"),
+        "curves": str(image) if drawn else None,
+    }
+
+
+def step_means(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over one process's steps: rates as sums over sums, the rest as plain means."""
+    if not history:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(values.get(name, 0.0) for values in history)
+
+    def mean(name: str) -> float:
+        counted = [values[name] for values in history if name in values]
+        return sum(counted) / len(counted) if counted else float("nan")
+
+    return {
+        "groups": int(total("rollout/groups")),
+        "tokens_per_second": round(total("rollout/tokens") / total("timing_s/gen"), 1),
+        "cache_hit_share": round(mean("rollout/prefix_cache_hit_rate"), 4),
+        "update_pause_ms": round(mean("rollout/update_pause_ms"), 3),
+        "logprob_abs_diff": round(mean("train/train_rollout_logprob_abs_diff"), 9),
+        "released_gib": round(mean("memory/released_gib"), 3),
+        "step_seconds": round(mean("timing_s/step"), 3),
+        "rollout_seconds": round(mean("timing_s/gen"), 3),
+        "train_seconds": round(mean("timing_s/update_actor"), 3),
+        "publish_seconds": round(mean("timing_s/param_sync"), 3),
+        "hand_over_seconds": round(mean("timing_s/to_trainer") + mean("timing_s/to_engine"), 3),
+    }
 
 
 def read_series(metrics: Path) -> dict[str, dict[int, float]]:

@@ -1,35 +1,28 @@
-"""Groups of answers from the service, as samples with rewards.
+"""Groups of answers as samples with rewards.
 
-Owns asking for groups, running their environments and counting what came back. Ignores how the
-service answers and what is learnt from it.
+Owns what is asked in a step, under which seeds, and counting what came back. Ignores where the
+answers come from (`serving`) and what is learnt from them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 
-from engine.types import GroupOutput, SamplingParams
-from recipes.arithmetic import ArithmeticCodec, Question
+from engine.types import GroupOutput, GroupRequest, SamplingParams
 from recipes.grpo.config import RolloutConfig
-from trainer_bridge.episodes import action_of, observation_ids
-from trainer_bridge.samples import TrainingSample, group_samples, is_trainable
+from recipes.grpo.policy import Policy
+from recipes.grpo.serving import Serving
+from recipes.tasks import Question
+from trainer_bridge.episodes import Played, Turn, play
+from trainer_bridge.samples import TrainingSample
 from trainer_bridge.tally import Tally
 
-CONCURRENT_GROUPS = 64
 EVALUATION_STREAM = 2**31
 """Seeds of evaluation are drawn apart from those of any train_step."""
-
-
-class Generator(Protocol):
-    """The part of the rollout client that is used here."""
-
-    def generate(self, prompt_ids: Any = None, **options: Any) -> GroupOutput: ...
 
 
 @dataclass(slots=True)
@@ -57,85 +50,82 @@ class Rollout:
 
 
 class Sampler:
-    """Asks `client` for groups; every group's seed follows from (run seed, step, place)."""
+    """Plays groups of questions; every group's seed follows from (run seed, step, place).
+    `max_turns` is how often the policy may speak in one episode."""
 
-    def __init__(
-        self, client: Generator, codec: ArithmeticCodec, config: RolloutConfig, seed: int, eos_id: int
-    ) -> None:
-        self._client = client
-        self._codec = codec
+    def __init__(self, serving: Serving, policy: Policy, config: RolloutConfig, seed: int, max_turns: int) -> None:
+        self._serving = serving
+        self._policy = policy
         self._config = config
         self._seed = seed
-        self._eos_id = eos_id
+        self._max_turns = max_turns
 
     def rollout(self, questions: Sequence[Question], step: int, min_policy_version: int) -> Rollout:
         """One group per question, from no policy older than `min_policy_version`."""
-        started = time.monotonic()
-        seeds = [self._group_seed(step, place) for place in range(len(questions))]
-
-        def ask(place: int) -> tuple[np.ndarray, GroupOutput]:
-            group_id = f"step-{step}-{place}"
-            return self._ask(questions[place], group_id, self._config.group_size, seeds[place], min_policy_version)
-
-        result = Rollout(groups=len(questions))
-        with ThreadPoolExecutor(CONCURRENT_GROUPS) as threads:
-            answers = list(threads.map(ask, range(len(questions))))
-        result.seconds = time.monotonic() - started
-        for question, (prompt_ids, group) in zip(questions, answers, strict=True):
-            self._collect(result, question, prompt_ids, group)
+        began = time.monotonic()
+        groups = self._play(questions, f"step-{step}", self._config.group_size, step, min_policy_version)
+        result = Rollout(groups=len(groups), seconds=time.monotonic() - began)
+        for members in groups:
+            _collect(result, members)
         return result
 
     def evaluate(self, questions: Sequence[Question]) -> float:
-        """Mean reward of one answer per question, sampled as in training under fixed seeds."""
+        """Mean reward of `evaluations` answers per question, sampled as in training under fixed seeds. An
+        answer that failed or was aborted counts as wrong."""
+        name = f"evaluation-{time.monotonic_ns()}"
+        groups = self._play(questions, name, self._config.evaluations, EVALUATION_STREAM, None)
+        rewards = [one.sample.reward if one.sample else 0.0 for members in groups for one in members]
+        return float(np.mean(rewards))
 
-        def ask(place: int) -> float:
-            seed = self._group_seed(EVALUATION_STREAM, place)
-            _, group = self._ask(questions[place], f"evaluation-{place}-{time.monotonic_ns()}", 1, seed, None)
-            return self._rewards(questions[place], group)[0]
+    def _play(
+        self, questions: Sequence[Question], name: str, n: int, stream: int, min_policy_version: int | None
+    ) -> list[list[Played]]:
+        def generate(turns: list[Turn]) -> list[GroupOutput]:
+            return self._serving.generate([self._request(turn, min_policy_version) for turn in turns])
 
-        with ThreadPoolExecutor(CONCURRENT_GROUPS) as threads:
-            return float(np.mean(list(threads.map(ask, range(len(questions))))))
-
-    def _ask(
-        self, question: Question, group_id: str, n: int, seed: int, min_policy_version: int | None
-    ) -> tuple[np.ndarray, GroupOutput]:
-        prompt_ids = observation_ids(question.environment().reset(), self._codec, first=True)
-        sampling = SamplingParams(
-            temperature=self._config.temperature, max_new=self._config.max_new, stop_ids=[self._eos_id], seed=seed
+        return play(
+            [
+                (f"{name}-{place}", self._group_seed(stream, place), [question.environment() for _ in range(n)])
+                for place, question in enumerate(questions)
+            ],
+            generate,
+            self._policy.codec,
+            temperature=self._config.temperature,
+            max_turns=self._max_turns,
         )
-        group = self._client.generate(
-            prompt_ids,
-            n=n,
-            sampling=sampling,
-            group_id=group_id,
+
+    def _request(self, turn: Turn, min_policy_version: int | None) -> GroupRequest:
+        return GroupRequest(
+            group_id=turn.group_id,
+            prompt_ids=turn.prompt_ids,
+            n=turn.n,
+            sampling=SamplingParams(
+                temperature=self._config.temperature,
+                max_new=self._config.max_new,
+                stop_ids=[self._policy.end_id],
+                seed=turn.seed,
+            ),
             min_policy_version=min_policy_version,
-            timeout_s=self._config.timeout_s,
         )
-        return prompt_ids, group
 
-    def _rewards(self, question: Question, group: GroupOutput) -> list[float]:
-        rewards = []
-        for output in group.samples:
-            environment = question.environment()
-            environment.reset()
-            rewards.append(environment.step(action_of(output, self._codec)).reward)
-        return rewards
+    def _group_seed(self, stream: int, place: int) -> int:
+        return int(np.random.SeedSequence([self._seed, stream, place]).generate_state(1, np.uint32)[0])
 
-    def _collect(self, result: Rollout, question: Question, prompt_ids: np.ndarray, group: GroupOutput) -> None:
-        rewards = self._rewards(question, group)
-        result.samples += group_samples(prompt_ids, group, rewards, self._config.temperature)
-        count = len(group.samples)
-        lengths = [len(output.ids) for output in group.samples]
-        result.tokens += sum(lengths)
-        tally = result.tally
-        trainable = sum(is_trainable(output) for output in group.samples)
-        tally.add("response/aborted_ratio", count - trainable, count)
-        tally.add("critic/rewards/mean", sum(rewards), count)
-        tally.add("frac_reward_zero_std", float(len(set(rewards)) == 1), 1)
-        tally.add("response_length/mean", sum(lengths), count)
-        tally.add("response_length/clip_ratio", sum(output.finish == "length" for output in group.samples), count)
-        cached = sum(output.cached_tokens for output in group.samples)
-        tally.add("rollout/prefix_cache_hit_rate", cached, count * group.prompt_tokens)
 
-    def _group_seed(self, step: int, place: int) -> int:
-        return int(np.random.SeedSequence([self._seed, step, place]).generate_state(1, np.uint32)[0])
+def _collect(result: Rollout, members: Sequence[Played]) -> None:
+    """Samples of one group and its counts: per episode, but for cache and length per turn."""
+    samples = [one.sample for one in members if one.sample is not None]
+    outputs = [output for one in members for output in one.outputs]
+    result.samples += samples
+    lengths = [len(output.ids) for output in outputs]
+    result.tokens += sum(lengths)
+    tally = result.tally
+    tally.add("response/aborted_ratio", len(members) - len(samples), len(members))
+    tally.add("critic/rewards/mean", sum(sample.reward for sample in samples), len(samples))
+    tally.add("frac_reward_zero_std", float(len({sample.reward for sample in samples}) <= 1), 1)
+    tally.add("rollout/turns", len(outputs), len(members))
+    tally.add("response_length/mean", sum(lengths), len(members))
+    tally.add("response_length/clip_ratio", sum(output.finish == "length" for output in outputs), len(outputs))
+    cached = sum(output.cached_tokens for output in outputs)
+    prompts = sum(reply.prompt_tokens for one in members for reply in one.replies)
+    tally.add("rollout/prefix_cache_hit_rate", cached, prompts)

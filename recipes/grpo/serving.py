@@ -1,25 +1,132 @@
-"""The rollout service of a run: a fleet on Ray behind an HTTP server, in a thread of its own.
+"""Where a run's answers come from: engines of a service, or one engine in this process.
 
-Owns starting and stopping it around the run. Ignores what it is asked.
+Owns starting and stopping them around the run and who has the device when. Ignores what is asked.
+Nothing of the service (Ray, HTTP) is imported unless it is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from engine.types import GroupOutput, GroupRequest
 from recipes.grpo.config import RolloutConfig
-from rollout.client import Client
-from rollout.config import FleetConfig, ServeConfig
-from rollout.server import ServerConfig
-from rollout.serving import start_service
+from trainer_bridge.control import UpdateControl
+from trainer_bridge.transports.base import Transport
+from trainer_bridge.transports.body import BodyTransport
+from trainer_bridge.transports.in_process import InProcessControl, InProcessTransport
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from rollout.client import Client
+
+CONCURRENT_GROUPS = 64
+
+
+class Serving(Protocol):
+    """Answers and updates. A step calls, in this order: `generate` as often as it likes,
+    `release` before the trainer computes, `take_weights` before an update is published, and
+    `resume` after it."""
+
+    @property
+    def control(self) -> UpdateControl: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]: ...
+
+    def release(self) -> Mapping[str, int]:
+        """Bytes given up, by tag."""
+        ...
+
+    def take_weights(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class ServiceServing:
+    """Engines with devices of their own: they serve on while the trainer works."""
+
+    def __init__(self, client: Client, timeout_s: float) -> None:
+        self.control: UpdateControl = client
+        self.transport: Transport = BodyTransport()
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
+        def ask(request: GroupRequest) -> GroupOutput:
+            return self._client.generate(
+                request.prompt_ids,
+                n=request.n,
+                sampling=request.sampling,
+                group_id=request.group_id,
+                min_policy_version=request.min_policy_version,
+                timeout_s=self._timeout_s,
+            )
+
+        with ThreadPoolExecutor(CONCURRENT_GROUPS) as threads:
+            return list(threads.map(ask, requests))
+
+    def release(self) -> Mapping[str, int]:
+        return {}
+
+    def take_weights(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+
+class ColocatedServing:
+    """One engine on the trainer's device. Released weights are not kept: every train_step ends in
+    an update that brings all of them."""
+
+    def __init__(self, engine: Engine, release: tuple[str, ...]) -> None:
+        self.control: UpdateControl = InProcessControl(engine)
+        self.transport: Transport = InProcessTransport()
+        self._engine = engine
+        self._tags = list(release)
+
+    def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
+        return self._engine.generate(requests)
+
+    def release(self) -> Mapping[str, int]:
+        if not self._tags:
+            return {}
+        before, after = self._engine.release_memory(self._tags, level="discard")
+        return {tag: before[tag] - after[tag] for tag in self._tags}
+
+    def take_weights(self) -> None:
+        if "weights" in self._tags:
+            self._engine.resume_memory(["weights"])
+
+    def resume(self) -> None:
+        if self._tags:
+            self._engine.resume_memory(self._tags)
 
 
 @contextmanager
-def serving(folder: Path, config: RolloutConfig) -> Iterator[Client]:
-    """A client of engines that serve the policy in `folder`, which must stay as it is: an engine
-    that is replaced starts from it."""
+def serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterator[Serving]:
+    """Engines that serve the policy in `folder`, which must stay as it is: an engine that is
+    replaced starts from it. A colocated one is on the trainer's `device`."""
+    if config.where == "colocated":
+        from engine import Engine
+
+        engine = Engine.from_pretrained(folder, replace(config.engine, device=str(device)))
+        yield ColocatedServing(engine, config.release)
+        return
+    from rollout.client import Client
+    from rollout.config import FleetConfig, ServeConfig
+    from rollout.server import ServerConfig
+    from rollout.serving import start_service
+
     settings = ServeConfig(
         model=str(folder.resolve()),
         engine=config.engine,
@@ -30,4 +137,4 @@ def serving(folder: Path, config: RolloutConfig) -> Iterator[Client]:
         start_service(settings, start_timeout_s=config.start_timeout_s) as service,
         Client(service.url, timeout_s=config.timeout_s) as client,
     ):
-        yield client
+        yield ServiceServing(client, config.timeout_s)

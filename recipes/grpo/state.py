@@ -10,7 +10,20 @@ from engine.config import describe
 from engine.errors import InvalidRequest
 from recipes.grpo.config import GrpoConfig
 
-FREE = ("output", "steps", "max_steps", "checkpoint_every", "device", "trainer_threads", "tracking.", "rollout.engine")
+FREE = (
+    "output",
+    "steps",
+    "max_steps",
+    "checkpoint_every",
+    "evaluate_every",
+    "device",
+    "trainer_threads",
+    "tracking.",
+    "rollout.engine",
+    "rollout.where",
+    "rollout.release",
+    "rollout.offload_trainer",
+)
 """Settings that may differ after a resume: they change no sample and no update."""
 
 

@@ -9,7 +9,7 @@ from engine.errors import Conflict, InvalidRequest
 from engine.types import CacheHit, GroupOutput, SampleOutput, Span
 from trainer_bridge.advantages import assign_advantages, group_advantages, overlong_penalty, split_zero_variance
 from trainer_bridge.environment import Action, Message, Observation, Outcome, SingleTurn
-from trainer_bridge.episodes import play
+from trainer_bridge.episodes import Turn, play
 from trainer_bridge.samples import Episode, TrainingSample, group_samples
 from trainer_bridge.staleness import StalenessFilter, lag
 
@@ -91,17 +91,30 @@ class Guess:
         return Outcome(-0.1, done=False, observation=Observation(ids=(77, 78)))
 
 
+class Table:
+    """Answers in order, one list of outputs for each turn asked; remembers the turns."""
+
+    def __init__(self, *answers: list[SampleOutput]) -> None:
+        self.answers = iter(answers)
+        self.turns: list[Turn] = []
+
+    def __call__(self, turns: list[Turn]) -> list[GroupOutput]:
+        self.turns += turns
+        return [group(next(self.answers)) for _ in turns]
+
+
+def episode(environment, generate, max_turns: int) -> TrainingSample | None:
+    (((played,),)) = play([("g", 7, [environment])], generate, Bytes(), temperature=1.0, max_turns=max_turns)
+    return played.sample
+
+
 def test_turns_are_one_sample_whose_mask_is_the_policys_own_tokens() -> None:
-    prompts: list[list[int]] = []
-    answers = iter([output([65]), output([66, 66]), output([67])])
-
-    def generate(prompt_ids: np.ndarray) -> SampleOutput:
-        prompts.append(prompt_ids.tolist())
-        return next(answers)
-
-    sample = play(Guess("C"), generate, Bytes(), group_id="g", index=2, temperature=1.0, max_turns=5)
+    table = Table([output([65])], [output([66, 66])], [output([67])])
+    sample = episode(Guess("C"), table, 5)
     assert sample is not None
+    prompts = [turn.prompt_ids.tolist() for turn in table.turns]
     assert prompts == [[1, 63], [1, 63, 65, 77, 78], [1, 63, 65, 77, 78, 66, 66, 77, 78]]
+    assert len({turn.seed for turn in table.turns}) == 3 and table.turns[0].seed == 7
     assert sample.output_ids.tolist() == [65, 77, 78, 66, 66, 77, 78, 67]
     assert sample.loss_mask.tolist() == [True, False, False, True, True, False, False, True]
     assert sample.rollout_logprobs.tolist() == [-1, 0, 0, -1, -2, 0, 0, -1]
@@ -109,22 +122,32 @@ def test_turns_are_one_sample_whose_mask_is_the_policys_own_tokens() -> None:
     assert sample.reward == pytest.approx(0.8) and sample.num_trained == 4
 
 
-def test_an_episode_ends_at_its_last_turn_or_with_a_failed_one() -> None:
-    def endless(prompt_ids: np.ndarray) -> SampleOutput:
-        return output([65])
+def test_a_group_opens_as_one_request_and_its_episodes_go_on_alone() -> None:
+    table = Table([output([65]), output([66]), output([67])], [output([67])], [output([], finish="abort")])
+    groups = [("g", 7, [Guess("A"), Guess("C"), Guess("B")])]
+    ((right, later, lost),) = play(groups, table, Bytes(), temperature=1.0, max_turns=2)
+    assert [(turn.group_id, turn.n) for turn in table.turns] == [("g", 3), ("g/1/1", 1), ("g/2/1", 1)]
+    assert right.sample is not None and (right.sample.index, right.sample.reward) == (0, 1.0)
+    assert later.sample is not None and later.sample.output_ids.tolist() == [66, 77, 78, 67]
+    assert (later.sample.index, later.sample.reward) == (1, pytest.approx(0.9))
+    assert lost.sample is None and len(lost.outputs) == 2
+    with pytest.raises(InvalidRequest, match="one first observation"):
+        unlike = SingleTurn(Observation(ids=(4,)), lambda action: 0.0)
+        play([("g", 7, [Guess("A"), unlike])], table, Bytes(), temperature=1.0, max_turns=2)
 
-    sample = play(Guess("C"), endless, Bytes(), group_id="g", index=0, temperature=1.0, max_turns=2)
+
+def test_an_episode_ends_at_its_last_turn_or_with_a_failed_one() -> None:
+    sample = episode(Guess("C"), Table([output([65])], [output([65])]), 2)
     assert sample is not None and sample.output_ids.tolist() == [65, 77, 78, 65]
     assert sample.reward == pytest.approx(-0.2)
-    failed = play(
-        Guess("C"), lambda _: output([], finish="error"), Bytes(), group_id="g", index=0, temperature=1.0, max_turns=2
-    )
-    assert failed is None
+    assert episode(Guess("C"), Table([output([], finish="error")]), 2) is None
+    with pytest.raises(InvalidRequest, match="max_turns"):
+        episode(Guess("C"), Table(), 0)
 
 
 def test_single_turn_is_a_verifier() -> None:
     environment = SingleTurn(Observation(ids=(4,)), lambda action: float(action.text == "A"))
-    sample = play(environment, lambda _: output([65]), Bytes(), group_id="g", index=0, temperature=1.0, max_turns=1)
+    sample = episode(environment, Table([output([65])]), 1)
     assert sample is not None and sample.reward == 1.0 and sample.prompt_ids.tolist() == [4]
 
 

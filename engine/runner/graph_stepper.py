@@ -34,6 +34,8 @@ from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
+from engine.runner.capture import capture
+from engine.runner.compile_ahead import compile_ahead
 from engine.runner.stepper import BurstResult, HostCopy
 from engine.scheduler.batching import shared_prefixes
 
@@ -86,7 +88,9 @@ class GraphStepper:
         self._counters = counters
         self._tiers = tiers_up_to(max_rows)
         self._captured: dict[tuple[int, bool], Captured] = {}
-        self._memory = torch.cuda.graph_pool_handle() if kv_pool.device.type == "cuda" else None
+        on_gpu = kv_pool.device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device)
         # The largest buffers come first: those of smaller tiers then lie inside them.
@@ -174,7 +178,7 @@ class GraphStepper:
             advance_rows(table, slots_B, drawn)
 
         began = time.perf_counter()
-        replay = self._record(step) if self._memory is not None else None
+        replay = self._record(step, self._stream) if self._stream is not None else None
         self._counters.graph_captures += 1
         self._counters.graph_capture_seconds += time.perf_counter() - began
         scratch = (ids_B, positions_B, out_BNH)
@@ -183,20 +187,18 @@ class GraphStepper:
         return captured
 
     @torch.inference_mode()
-    def _record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+    def _record(self, step: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None] | None:
         """Capture a step; None where that fails, and the step then runs launch by launch. Every slot
-        is padding meanwhile, so that nothing is touched; the run before the capture compiles kernels
-        and warms libraries up."""
-        stream = torch.cuda.Stream(self._pool.device)
+        is padding meanwhile, so that nothing is touched; the run before the capture loads kernels and
+        warms libraries up."""
+        compile_ahead(step, stream)
         stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(stream):
             step()
         torch.cuda.current_stream(self._pool.device).wait_stream(stream)
         free = torch.cuda.mem_get_info(self._pool.device)[0]
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                step()
+            graph = capture(step, stream, self._memory)
         except RuntimeError as error:  # memory is short, or a library refuses to be captured
             logger.warning("a decode step could not be captured and runs uncaptured: %s", error)
             if not self.graph_bytes:

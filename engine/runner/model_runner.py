@@ -112,10 +112,15 @@ class FusedRunner(ModelRunner):
 
         self.fused = FusedForward(model, kv_pool)
         self.attention = backend
+        self._first = kv_pool.device.type == "cuda"
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
         self.attention.plan(batch, self.kv_pool)
-        return self.fused.hidden(
-            batch.input_ids_T, batch.positions_T, batch.write_slots_T, self.attention.attend, capture
-        )
+        inputs = batch.input_ids_T, batch.positions_T, batch.write_slots_T
+        if self._first:
+            from engine.runner.compile_ahead import compile_ahead
+
+            self._first = False
+            compile_ahead(lambda: self.fused.hidden(*inputs, self.attention.attend), torch.cuda.Stream())
+        return self.fused.hidden(*inputs, self.attention.attend, capture)

@@ -62,6 +62,7 @@ class Schedule:
             if self.random.random() < 0.2:
                 self.engine.check()
         self.engine.resume()
+        self.collect()  # checking and resuming commit what was in flight
         while self.live:
             assert self.engine.step(), f"stuck with {list(self.live)}"
             self.collect()

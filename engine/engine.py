@@ -322,6 +322,7 @@ class Engine:
             pages_private=parts.pages.allocator.count(PageState.PRIVATE),
             page_size=parts.pages.page_size,
             policy_version=self.policy.version,
+            **{f"{tag}_bytes": count for tag, count in parts.memory.bytes().items()},
         )
 
     def check(self) -> None:

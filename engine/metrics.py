@@ -49,7 +49,7 @@ class EngineCounters:
 
 @dataclass(slots=True, frozen=True)
 class EngineGauges:
-    """The present, read at one moment."""
+    """The present, read at one moment. Bytes are what each memory tag holds now."""
 
     running: int
     waiting: int
@@ -60,3 +60,6 @@ class EngineGauges:
     pages_private: int
     page_size: int
     policy_version: int
+    weights_bytes: int
+    kv_bytes: int
+    graphs_bytes: int

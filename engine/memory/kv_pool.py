@@ -51,7 +51,7 @@ class KVPool:
     @property
     def bytes(self) -> int:
         """Bytes held now; 0 while released."""
-        return sum(layer.nbytes for layer in self._layers) if self._slab.mapped else 0
+        return self.num_pages * self.page_size * self.token_bytes if self._slab.mapped else 0
 
     @property
     def token_bytes(self) -> int:

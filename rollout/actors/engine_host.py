@@ -241,7 +241,8 @@ class EngineHost:
         counters, gauges = await self._thread.call(
             lambda engine: (dataclasses.asdict(engine.counters), dataclasses.asdict(engine.gauges()))
         )
-        return exposition("engine", counters, gauges, labels)
+        backend = {name: str(self._limits[name]) for name in ("device", "dtype", "attention", "loop")}
+        return exposition("engine", counters, gauges, labels) + exposition("engine", {}, {"info": 1}, labels | backend)
 
     async def capabilities(self) -> dict[str, object]:
         text = {"text": self._text.available, "chat": self._text.chat}
@@ -296,7 +297,7 @@ def _take_back(engine: Engine, before: PauseMode | None) -> PauseReport | None:
 def _describe(engine: Engine) -> dict[str, object]:
     limits = dataclasses.asdict(engine.limits)
     config = engine.config
-    return {**limits, "device": config.device, "dtype": config.dtype, "attention": config.attention}
+    return limits | {name: getattr(config, name) for name in ("device", "dtype", "attention", "loop")}
 
 
 def _scored(engine: Engine, job: ScoreJob) -> ScoreOutput | None:

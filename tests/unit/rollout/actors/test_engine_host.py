@@ -260,7 +260,10 @@ def test_updates_score_and_versions_through_the_host(t_full, t_full_w1) -> None:
             assert after.policy_version == 1 and after.digest == report.digest != before.digest
             scored = await host.score(ScoreRequest(sequences=[ids], start=1))
             assert np.allclose(scored.sequences[0].logprobs, reference_logprobs(t_full_w1, ids)[1:], atol=1e-4)
-            assert 'sparkroll_engine_updates_total{engine="engine",incarnation="1"} 1.0' in await host.metrics()
+            metrics = await host.metrics()
+            assert 'sparkroll_engine_updates_total{engine="engine",incarnation="1"} 1.0' in metrics
+            assert 'sparkroll_engine_graph_captures_total{engine="engine",incarnation="1"} 0.0' in metrics
+            assert 'attention="torch",device="cpu",dtype="float32"' in metrics and "sparkroll_engine_info{" in metrics
 
     asyncio.run(run())
 

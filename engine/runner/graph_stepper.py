@@ -36,7 +36,8 @@ from engine.models.spec import ModelSpec
 from engine.request import Sample
 from engine.runner.capture import capture
 from engine.runner.compile_ahead import compile_ahead
-from engine.runner.stepper import BurstResult, HostCopy
+from engine.runner.step_plan import StepPlan
+from engine.runner.stepper import BurstResult, HostCopy, StepModes
 from engine.scheduler.batching import shared_prefixes
 
 logger = logging.getLogger(__name__)
@@ -107,24 +108,33 @@ class GraphStepper:
             self._memory = torch.cuda.graph_pool_handle()
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
-        rows = len(slots)
-        tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
+        plan = self.plan(samples, slots, steps)
+        return HostCopy(self._table, self.launch(plan), samples, plan.modes)
+
+    def plan(self, samples: list[Sample], slots: list[int], steps: int) -> StepPlan:
         longest = max(int(self._requests.num_pages_S[slot]) for slot in slots)
         page_tables_BP = self._requests.pages_SP[slots, :longest]
         prefixes = self._prefixes(samples, page_tables_BP)
-        captured = self._captured.get((tier, bool(prefixes))) or self._capture(tier, bool(prefixes))
+        return StepPlan(slots, steps, StepModes.of(samples), page_tables_BP, prefixes)
+
+    def launch(self, plan: StepPlan) -> torch.Tensor:
+        """Enqueue the plan's steps; the slots on the device, one for each row."""
+        rows, columns = plan.page_tables_BP.shape
+        tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
+        shared = bool(plan.prefixes)
+        captured = self._captured.get((tier, shared)) or self._capture(tier, shared)
         padded = np.full(tier, -1, dtype=np.int64)
-        padded[:rows] = slots
+        padded[:rows] = plan.slots
         captured.slots_B.copy_(_pinned(padded), non_blocking=True)
-        captured.metadata.page_tables_BP[:rows, :longest].copy_(_pinned(page_tables_BP), non_blocking=True)
+        captured.metadata.page_tables_BP[:rows, :columns].copy_(_pinned(plan.page_tables_BP), non_blocking=True)
         if captured.metadata.prefix is not None:
-            captured.metadata.set_prefixes(prefixes)
-        for _ in range(steps):
+            captured.metadata.set_prefixes(plan.prefixes)
+        for _ in range(plan.steps):
             captured.replay()
-        self._counters.graph_rows += rows * steps
-        self._counters.graph_padded_rows += tier * steps
-        self._counters.graph_eager_steps += 0 if captured.graphed else steps
-        return HostCopy(self._table, captured.slots_B[:rows])
+        self._counters.graph_rows += rows * plan.steps
+        self._counters.graph_padded_rows += tier * plan.steps
+        self._counters.graph_eager_steps += 0 if captured.graphed else plan.steps
+        return captured.slots_B[:rows]
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:
         if self._deterministic or len(samples) < 2:

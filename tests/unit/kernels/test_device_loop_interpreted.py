@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
+from engine.runner.step_plan import StepPlan
 from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
 
 
@@ -17,6 +18,9 @@ def device_engine(folder, **fields) -> Engine:
 def test_steps_equal_plain_ones(model, request):
     folder = request.getfixturevalue(model)
     device = device_engine(folder)
+    stepper = device._loop._stepper
+    launch = stepper.launch
+    stepper.launch = lambda plan: launch(StepPlan.decode(plan.encode()))
     plain = make_engine(folder, page_size=4)
     work = [
         ask("greedy", prompt(9), max_new=3),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,34 +16,33 @@ from engine.kernels.decode_attention import LayerShape
 from engine.kernels.prefill_attention import prefill_reference
 from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
+from engine.runner.compile_ahead import compile_all, missing_kernels
+from tests.pairwise import pairwise
+from tests.unit.kernels.attention_checks import check_cuts, check_merges
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SINK, WINDOW, SOFTCAP = {"sink": True}, {"window": 100}, {"softcap": 20.0}
-ALL = SINK | WINDOW | SOFTCAP
-LONG = [32_000, 1, 640, 17]
-SHORT = [1, 2, 15, 16, 17, 31, 63, 64, 65, 300]
-# head size, key/value heads, group, page size, lengths, dtype, layer: every pair of the values that
-# matter together appears once.
-SHAPES = [
-    (64, 3, 3, 16, LONG, BF16, {}),
-    (64, 2, 16, 1, SHORT, FP16, SINK),
-    (64, 8, 1, 64, SHORT, FP32, WINDOW),
-    (96, 2, 4, 4, LONG, FP16, {}),
-    (96, 4, 2, 16, SHORT, BF16, ALL),
-    (96, 1, 8, 64, SHORT, FP32, SOFTCAP),
-    (128, 8, 4, 16, LONG, BF16, {}),
-    (128, 8, 2, 64, SHORT, BF16, WINDOW),
-    (128, 1, 16, 4, LONG, BF16, SOFTCAP),
-    (128, 2, 5, 1, SHORT, FP32, {}),
-    (256, 1, 8, 16, LONG, BF16, WINDOW),
-    (256, 2, 2, 64, SHORT, FP16, SOFTCAP),
-    (256, 4, 1, 1, SHORT, BF16, SINK),
-    (256, 1, 4, 4, SHORT, FP32, ALL),
+BF16 = torch.bfloat16
+ALL = {"sink": True, "window": 100, "softcap": 20.0}
+KV_HEADS = {1: 4, 3: 3, 4: 2, 8: 2, 16: 1}
+"""Key/value heads, by the query heads that share one."""
+CASES = [
+    pytest.param(case, id="-".join(str(value) for value in case.values()))
+    for case in pairwise(
+        {
+            "size": (64, 96, 128, 256),
+            "group": (1, 3, 4, 8, 16),
+            "page": (1, 4, 16, 64),
+            "reach": ("short", "long"),
+            "dtype": (torch.bfloat16, torch.float16, torch.float32),
+            "kind": ("plain", "window", "sink-softcap", "all"),
+        }
+    )
 ]
+LAYERS = {"plain": {}, "window": {"window": 100}, "sink-softcap": {"sink": True, "softcap": 20.0}, "all": ALL}
+LENGTHS = {"short": [1, 2, 15, 16, 17, 31, 63, 64, 65, 300], "long": [32_768, 1, 640, 17]}
 
 
 def make_spec(size: int, kv_heads: int, group: int, layer: dict) -> ModelSpec:
@@ -133,26 +134,106 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < TOLERANCE[actual.dtype], f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("size, kv_heads, group, page_size, lengths, dtype, layer", SHAPES)
-def test_decode_rows(size, kv_heads, group, page_size, lengths, dtype, layer) -> None:
-    scene = Scene(make_spec(size, kv_heads, group, layer), lengths, [1] * len(lengths), page_size, dtype)
-    backend = TritonAttention(scene.spec)
+Check = tuple[Scene, Callable[[], torch.Tensor]]
+"""A scene, and what computes its queries' outputs."""
+
+
+def decode_rows(case: dict) -> Iterator[Check]:
+    """In any batch, and cut the same whatever the batch."""
+    spec, lengths = spec_of(case), LENGTHS[case["reach"]]
     for deterministic in (False, True):
-        backend = TritonAttention(scene.spec, deterministic=deterministic)
-        backend.plan(scene.batch(len(lengths)), scene.pool)
-        close(backend.run(*scene.parts(), 0, scene.sink), scene.expected())
+        scene = Scene(spec, lengths, [1] * len(lengths), case["page"], case["dtype"])
+        yield scene, partial(run_eager, scene, len(lengths), deterministic)
 
 
-@pytest.mark.parametrize("size, kv_heads, group, page_size, lengths, dtype, layer", SHAPES)
-def test_prefill_and_verify_rows(size, kv_heads, group, page_size, lengths, dtype, layer) -> None:
-    """Prompts, chunks after cached context, and rows of 1 to 16 queries."""
-    lengths = [min(length, 3_000) for length in lengths]
-    for longest in (1_000, 16):
-        queries = [min(length, 1 + (row * 331 + 700) % longest) for row, length in enumerate(lengths)]
-        scene = Scene(make_spec(size, kv_heads, group, layer), lengths, queries, page_size, dtype)
-        backend = TritonAttention(scene.spec)
-        backend.plan(scene.batch(0), scene.pool)
-        close(backend.run(*scene.parts(), 0, scene.sink), scene.expected())
+def prompt_rows(case: dict) -> Iterator[Check]:
+    """Whole prompts, and chunks behind cached context."""
+    lengths = LENGTHS[case["reach"]]
+    queries = [min(length, 64 if length > 3_000 else 1 + (row * 331 + 700) % 640) for row, length in enumerate(lengths)]
+    scene = Scene(spec_of(case), lengths, queries, case["page"], case["dtype"])
+    yield scene, partial(run_eager, scene, 0)
+
+
+def verify_rows(case: dict) -> Iterator[Check]:
+    """1 to 16 queries a row, one of them without context."""
+    lengths, queries = [], []
+    for row, length in enumerate(LENGTHS[case["reach"]] * 4):
+        queries.append(1 + row * 7 % 16)
+        lengths.append(max(length, queries[-1]))
+    assert sorted(set(queries[:16])) == list(range(1, 17))
+    scene = Scene(spec_of(case), lengths[:16], queries[:16], case["page"], case["dtype"])
+    yield scene, partial(run_eager, scene, 0)
+
+
+def shared_rows(case: dict) -> Iterator[Check]:
+    """Two levels of shared prefixes, and rows of length 0 before, between and after."""
+    page, long = case["page"], case["reach"] == "long"
+    outer, inner = (8_192, 12_288) if long else (128, 320)
+    lengths = [0, *(inner + 1 + 37 * row for row in range(5)), 0, *(outer + 1 + 29 * row for row in range(4)), 5, 0]
+    prefixes = [SharedPrefix(1, 11, outer // page), SharedPrefix(1, 6, inner // page)]
+    scene = Scene(spec_of(case), lengths, [min(1, length) for length in lengths], page, case["dtype"], prefixes)
+    yield scene, partial(run_buffers, scene)
+
+
+def run_eager(scene: Scene, num_decode: int, deterministic: bool = False) -> torch.Tensor:
+    backend = TritonAttention(scene.spec, deterministic=deterministic)
+    backend.plan(scene.batch(num_decode), scene.pool)
+    return backend.run(*scene.parts(), 0, scene.sink)
+
+
+def run_buffers(scene: Scene) -> torch.Tensor:
+    """Through the buffers of a captured graph, which have more rows than there are."""
+    rows, live = len(scene.lengths), [row for row, length in enumerate(scene.lengths) if length]
+    backend = TritonAttention(scene.spec)
+    metadata = backend.plan_decode_buffers(rows + 3, scene.tables.shape[1], scene.pool, shared=True)
+    metadata.page_tables_BP[:rows] = scene.tables
+    metadata.seq_lens_B[:rows] = torch.tensor(scene.lengths, dtype=torch.int32)
+    assert metadata.set_prefixes(scene.prefixes) == len(scene.prefixes)
+    q_TNH = scene.parts()[0]
+    q_BNH = torch.zeros(rows + 3, *q_TNH.shape[1:], device=DEVICE, dtype=q_TNH.dtype)
+    q_BNH[live] = q_TNH
+    out_BNH = torch.full_like(q_BNH, float("nan"))
+    scene.write()
+    metadata.cut()
+    backend.run_decode(q_BNH, scene.pool.tokens(0), metadata, out_BNH, 0, scene.sink)
+    idle = [row for row in range(rows + 3) if row not in live]
+    # Rows that are not there become zeros, or the others will be wrong too.
+    return out_BNH[live] + out_BNH[idle].abs().sum()
+
+
+KINDS = [decode_rows, prompt_rows, verify_rows, shared_rows]
+
+
+def spec_of(case: dict) -> ModelSpec:
+    return make_spec(case["size"], KV_HEADS[case["group"]], case["group"], LAYERS[case["kind"]])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compile what all cases need side by side, rather than each kernel when it is reached."""
+    with missing_kernels() as missing:
+        for case in CASES:
+            for kind in KINDS:
+                for _, run in kind(case.values[0]):
+                    run()
+    torch.cuda.synchronize()
+    compile_all(missing, torch.device(DEVICE, torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_rows(compiled, kind: Callable[[dict], Iterator[Check]], case: dict) -> None:
+    for scene, run in kind(case):
+        close(run(), scene.expected())
+
+
+def test_rows_are_cut_as_the_definition_says() -> None:
+    check_cuts(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_stored_states_are_merged(sink: bool) -> None:
+    check_merges(torch.device(DEVICE), sink)
 
 
 def test_mixed_batch_with_a_prefix_that_pays() -> None:

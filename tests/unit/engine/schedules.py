@@ -48,8 +48,8 @@ class Schedule:
             loop=loop,
             **engine,
         )
-        # One row that the device's columns cannot express takes its whole batch to the host.
-        self.host_rows = self.random.random() < 0.3
+        # Whole schedules without edits, since a batch with one edited row takes another way.
+        self.edits = self.random.random() < 0.3
         self.live: dict[str, tuple[GroupRequest, Sink]] = {}
         self.done: Done = []
         self.count = 0
@@ -82,7 +82,7 @@ class Schedule:
         )
         if self.random.random() < 0.2:
             sampling |= dict(top_k=7, top_p=0.9)
-        if self.host_rows and self.random.random() < 0.3:
+        if self.edits and self.random.random() < 0.3:
             sampling |= dict(repetition_penalty=1.2, stop_ids=self.random.sample(range(VOCAB), 40))
         ids = prompt(self.random.randint(1, 24), start)
         request = ask(f"g{self.count}", ids, n=self.random.choice([1, 1, 3, 6]), **sampling)

@@ -13,11 +13,10 @@ from engine.batch import ForwardBatch, SharedPrefix
 from engine.errors import Unsupported
 from engine.kernels.attention_config import prefix_config
 from engine.kernels.decode_attention import LayerShape, States
-from engine.kernels.decode_work import cut_rows, cut_rows_reference
-from engine.kernels.merge_states import merge_reference, merge_states
 from engine.kernels.prefix_attention import prefix_attention, prefix_reference
 from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
+from tests.unit.kernels.attention_checks import check_cuts, check_merges
 
 
 def make_spec(heads=6, kv_heads=2, size=16, **layer) -> ModelSpec:
@@ -200,18 +199,7 @@ def test_pieces_become_states(layer: dict) -> None:
 
 @pytest.mark.parametrize("sink", [False, True])
 def test_stored_states_are_merged(sink: bool) -> None:
-    """Empty states are not read, nor are those past the last; a token without any gets zeros."""
-    noise = torch.Generator().manual_seed(0)
-    states = States(torch.randn(4, 3, 10, 24, generator=noise), torch.randn(4, 3, 10, generator=noise) * 6)
-    states.lse_IN[1, 0] = states.lse_IN[2, :, 7] = states.lse_IN[:, 2] = float("-inf")
-    states.mean_INH[states.lse_IN == float("-inf")] = float("nan")
-    states.mean_INH[3], states.lse_IN[3] = float("nan"), 99.0
-    sink_N = torch.randn(10, generator=noise) if sink else None
-    out_TNH = torch.full((3, 10, 24), float("nan"))
-    merge_states(states, 3, out_TNH, sink_N)
-    expected = merge_reference(states.mean_INH[:3], states.lse_IN[:3], sink_N)
-    torch.testing.assert_close(out_TNH.double(), expected, atol=1e-5, rtol=0)
-    assert not out_TNH[2].any()
+    check_merges(torch.device("cpu"), sink)
 
 
 def test_empty_rows() -> None:
@@ -242,23 +230,8 @@ def test_prefixes_that_do_not_fit_are_left_out() -> None:
     assert metadata.own_start_B.tolist() == [8, 8, 20, 20]
 
 
-@pytest.mark.parametrize("fixed", [0, 4])
-def test_rows_are_cut_as_the_definition_says(fixed: int) -> None:
-    generator = random.Random(0)
-    for _ in range(6):
-        rows, extra = generator.randrange(1, 20), generator.randrange(1, 30)
-        lengths = torch.tensor([generator.choice([0, 1, 15, 16, 17, 300, 5000]) for _ in range(rows)])
-        start = torch.tensor([generator.randrange(0, int(n) + 1) // 16 * 16 for n in lengths])
-        start = torch.minimum(start, (lengths - 1).clamp(min=0))
-        parts = torch.tensor([generator.randrange(0, 3) for _ in range(rows)])
-        lengths, start, parts = (t.to(torch.int32) for t in (lengths, start, parts))
-        items = torch.full((rows * fixed if fixed else rows + extra, 8), -7, dtype=torch.int32)
-        arguments = (extra, 32, 16, fixed)
-        cut_rows(lengths, start, parts, items, *arguments)
-        expected = cut_rows_reference(lengths, start, parts, items.shape[0], *arguments)
-        used = expected[:, 0] >= 0
-        assert items[:, 0].tolist() == expected[:, 0].tolist()
-        assert items[used, :6].tolist() == expected[used, :6].tolist()
+def test_rows_are_cut_as_the_definition_says() -> None:
+    check_cuts(torch.device("cpu"))
 
 
 def test_deterministic_rows_keep_their_bits_in_any_batch() -> None:

@@ -12,6 +12,14 @@ from typing import Any
 import torch
 
 
+def anchored_pool(stream: torch.cuda.Stream) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """A pool for graphs captured on `stream`, and a graph that must be kept as long as it: a pool dies
+    with the last of its graphs, and capturing into it again is an error."""
+    nothing = torch.zeros(1, device=stream.device)
+    pool = torch.cuda.graph_pool_handle()
+    return pool, capture(nothing.zero_, stream, pool)
+
+
 def capture(
     launches: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None, relaxed: bool = False
 ) -> torch.cuda.CUDAGraph:

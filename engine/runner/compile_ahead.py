@@ -29,9 +29,10 @@ Missing = dict[tuple[str, str], Any]
 """(kernel's name, specialisation as triton serialises it) -> the kernel."""
 
 
-def compile_ahead(launches: Callable[[], object], stream: torch.cuda.Stream) -> int:
+def compile_ahead(launches: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> int:
     """Compile whatever `launches` lacks; how many kernels that were. `launches` must be fit for graph
-    capture. Where looking ahead fails, nothing is compiled and launches go on to do it themselves."""
+    capture, which here takes its memory from a kept graph pool. Where looking ahead fails, nothing is
+    compiled and launches go on to do it themselves."""
     # Libraries set themselves up outside of captures; the fill makes sure that this one holds something.
     filled = torch.ones(16, 16, dtype=torch.bfloat16, device=stream.device)
     torch.mm(filled, filled)
@@ -42,7 +43,7 @@ def compile_ahead(launches: Callable[[], object], stream: torch.cuda.Stream) -> 
 
     try:
         with missing_kernels() as missing:
-            capture(watched, stream, relaxed=True)
+            capture(watched, stream, pool, relaxed=True)
         compile_all(missing, stream.device)
     except RuntimeError as error:
         logger.warning("kernels are compiled one by one, looking ahead failed: %s", error)

@@ -34,7 +34,7 @@ from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
-from engine.runner.capture import capture
+from engine.runner.capture import anchored_pool, capture
 from engine.runner.compile_ahead import compile_ahead
 from engine.runner.step_plan import StepPlan
 from engine.runner.stepper import BurstResult, HostCopy, StepModes
@@ -90,8 +90,8 @@ class GraphStepper:
         self._tiers = tiers_up_to(max_rows)
         self._captured: dict[tuple[int, bool], Captured] = {}
         on_gpu = kv_pool.device.type == "cuda"
-        self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
         self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
+        self._memory, self._anchor = anchored_pool(self._stream) if self._stream is not None else (None, None)
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device)
         # The largest buffers come first: those of smaller tiers then lie inside them.
@@ -103,9 +103,8 @@ class GraphStepper:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
         self.graph_bytes = 0
-        # The old pool dies with its graphs; capturing into its handle again is an error.
-        if self._memory is not None:
-            self._memory = torch.cuda.graph_pool_handle()
+        if self._stream is not None:
+            self._memory, self._anchor = anchored_pool(self._stream)
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
         plan = self.plan(samples, slots, steps)
@@ -201,7 +200,7 @@ class GraphStepper:
         """Capture a step; None where that fails, and the step then runs launch by launch. Every slot
         is padding meanwhile, so that nothing is touched; the run before the capture loads kernels and
         warms libraries up."""
-        compile_ahead(step, stream)
+        compile_ahead(step, stream, self._memory)
         stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(stream):
             step()
@@ -211,8 +210,6 @@ class GraphStepper:
             graph = capture(step, stream, self._memory)
         except RuntimeError as error:  # memory is short, or a library refuses to be captured
             logger.warning("a decode step could not be captured and runs uncaptured: %s", error)
-            if not self.graph_bytes:
-                self._memory = torch.cuda.graph_pool_handle()
             return None
         self.graph_bytes += max(1, free - torch.cuda.mem_get_info(self._pool.device)[0])
         return graph.replay

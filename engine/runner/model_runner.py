@@ -119,8 +119,16 @@ class FusedRunner(ModelRunner):
         self.attention.plan(batch, self.kv_pool)
         inputs = batch.input_ids_T, batch.positions_T, batch.write_slots_T
         if self._first:
-            from engine.runner.compile_ahead import compile_ahead
-
             self._first = False
-            compile_ahead(lambda: self.fused.hidden(*inputs, self.attention.attend), torch.cuda.Stream())
+            self._compile_ahead(inputs)
         return self.fused.hidden(*inputs, self.attention.attend, capture)
+
+    def _compile_ahead(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        from engine.runner.capture import anchored_pool
+        from engine.runner.compile_ahead import compile_ahead
+
+        stream = torch.cuda.Stream(self.kv_pool.device)
+        pool, anchor = anchored_pool(stream)
+        compile_ahead(lambda: self.fused.hidden(*inputs, self.attention.attend), stream, pool)
+        del anchor
+        torch.cuda.empty_cache()  # a pool's memory stays with torch after its last graph

@@ -13,6 +13,7 @@ def test_compiled_ahead_and_not_launched(monkeypatch, tmp_path) -> None:
 
     from engine.kernels.rms_norm import add_rms_norm, rms_norm
     from engine.kernels.swiglu import silu_and_mul
+    from engine.runner.capture import anchored_pool
     from engine.runner.compile_ahead import compile_ahead
 
     names: list[str] = []
@@ -22,16 +23,18 @@ def test_compiled_ahead_and_not_launched(monkeypatch, tmp_path) -> None:
     x, residual = torch.ones(3, 1096, device="cuda"), torch.zeros(3, 1096, device="cuda")
     weight = torch.ones(1096, device="cuda")
     stream = torch.cuda.Stream()
+    pool, anchor = anchored_pool(stream)
 
     def launches() -> torch.Tensor:
         rms_norm(x, weight, 1e-6)
         add_rms_norm(x, residual, weight, 1e-6)
         return silu_and_mul(torch.zeros(3, 2 * 1096, device="cuda"))
 
-    assert compile_ahead(launches, stream) == len(names) == 3
+    assert compile_ahead(launches, stream, pool) == len(names) == 3
     torch.cuda.synchronize()
     assert not residual.any(), "a launch went through"
-    assert compile_ahead(launches, stream) == 0
+    assert compile_ahead(launches, stream, pool) == 0
+    del anchor
     launches()
     assert len(names) == 3
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), torch.ones_like(x), atol=1e-5, rtol=0)

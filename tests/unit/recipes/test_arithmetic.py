@@ -10,7 +10,15 @@ from transformers import AutoTokenizer
 
 from engine.config import describe
 from engine.errors import InvalidRequest
-from recipes.arithmetic import ArithmeticCodec, Question, TaskConfig, demonstration, make_questions, make_tokenizer
+from recipes.arithmetic import (
+    CharacterCodec,
+    Retries,
+    SumQuestion,
+    SumsConfig,
+    demonstration,
+    make_sums,
+    make_tokenizer,
+)
 from recipes.grpo.__main__ import configuration
 from recipes.grpo.config import PRESETS, RolloutConfig, demo
 from recipes.grpo.order import Order
@@ -20,12 +28,12 @@ from trainer_bridge.environment import Action, Message
 
 def test_held_out_questions_are_many_and_disjoint_from_training() -> None:
     config = demo()
-    questions = make_questions(config.task, config.seed)
+    questions = make_sums(config.task, config.seed)
     held_out = {q.text for q in questions.held_out}
     assert len(held_out) == len(questions.held_out) >= 256
     assert held_out.isdisjoint({q.text for q in questions.training})
     assert len(questions.training) + len(held_out) == config.task.largest**3
-    assert make_questions(config.task, 0) == questions != make_questions(config.task, 1)
+    assert make_sums(config.task, 0) == questions != make_sums(config.task, 1)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,7 @@ def test_held_out_questions_are_many_and_disjoint_from_training() -> None:
     ],
 )
 def test_reward_is_an_exact_match_of_a_finished_answer(text: str, finish, reward: float) -> None:
-    question = Question(7, 12, 5)
+    question = SumQuestion(7, 12, 5)
     environment = question.environment()
     assert environment.reset().messages == (Message("user", "7+12+5="),)
     outcome = environment.step(Action(ids=(), text=text, finish=finish))
@@ -50,8 +58,8 @@ def test_reward_is_an_exact_match_of_a_finished_answer(text: str, finish, reward
 
 
 def test_the_careless_teachers_answer_is_never_right() -> None:
-    config = TaskConfig()
-    questions = make_questions(config, 0).training
+    config = SumsConfig()
+    questions = make_sums(config, 0).training
     assert not any(q.verify(Action(ids=(), text=q.first_step, finish="stop")) for q in questions)
     assert all(q.verify(Action(ids=(), text=q.worked, finish="stop")) for q in questions)
     rng = random.Random(0)
@@ -61,7 +69,7 @@ def test_the_careless_teachers_answer_is_never_right() -> None:
 
 def test_tokenizer_survives_its_folder_and_gives_one_id_per_character(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
-    codec = ArithmeticCodec(tokenizer)
+    codec = CharacterCodec(tokenizer)
     ids = codec.render([Message("user", "7+12+5=")], first=True)
     assert len(ids) == 8 and ids[0] == tokenizer.bos_token_id
     assert codec.render([Message("assistant", "24")], first=False) == tokenizer.convert_tokens_to_ids(["2", "4"])
@@ -100,3 +108,28 @@ def test_a_resume_may_change_how_a_run_is_carried_out_but_not_what_it_is() -> No
     assert RunState.from_dict(state.to_dict(), longer) == state
     with pytest.raises(InvalidRequest, match=r"optim\.learning_rate: expected 0\.0012, as the run began, got '?0\.5"):
         RunState.from_dict(state.to_dict(), configuration("demo", ["optim.learning_rate=0.5"]))
+
+
+def test_a_wrong_answer_is_asked_again_for_half_the_reward() -> None:
+    def act(text: str, finish="stop") -> Action:
+        return Action(ids=(), text=text, finish=finish)
+
+    assert SumsConfig(retries=2).turns == 3
+    question = SumQuestion(7, 12, 5, retries=2)
+    environment = question.environment()
+    assert isinstance(environment, Retries)
+    opening = environment.reset()
+    first = environment.step(act("19"))
+    assert (first.reward, first.done, first.observation) == (0.0, False, opening)
+    assert environment.step(act("24")).reward == 0.5
+    stubborn = question.environment()
+    outcomes = [stubborn.step(act("19")) for _ in range(3)]
+    assert [outcome.done for outcome in outcomes] == [False, False, True] and outcomes[-1].reward == 0.0
+    assert question.environment().step(act("19", "length")).done
+    with pytest.raises(InvalidRequest, match=r"task\.retries"):
+        SumsConfig(retries=-1)
+
+
+def test_characters_that_this_model_lacks_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"task: expected questions of '0123456789\+='"):
+        CharacterCodec(make_tokenizer()).render([Message("user", "3 * 8")], first=True)

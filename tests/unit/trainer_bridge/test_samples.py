@@ -7,7 +7,13 @@ import pytest
 
 from engine.errors import Conflict, InvalidRequest
 from engine.types import CacheHit, GroupOutput, SampleOutput, Span
-from trainer_bridge.advantages import assign_advantages, group_advantages, overlong_penalty, split_zero_variance
+from trainer_bridge.advantages import (
+    add_overlong_penalties,
+    assign_advantages,
+    group_advantages,
+    overlong_penalty,
+    split_zero_variance,
+)
 from trainer_bridge.environment import Action, Message, Observation, Outcome, SingleTurn
 from trainer_bridge.episodes import Turn, play
 from trainer_bridge.samples import Episode, TrainingSample, group_samples
@@ -183,6 +189,14 @@ def test_groups_are_judged_apart_and_those_without_variance_filtered(make_sample
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)])
 def test_overlong_penalty_is_linear_over_the_buffer(length: int, penalty: float) -> None:
     assert overlong_penalty(length, max_new=20, buffer=4) == penalty
+
+
+def test_overlong_penalties_count_the_policys_own_tokens(make_sample) -> None:
+    samples = [make_sample(output=6, reward=1.0), make_sample(output=6, reward=1.0, mask=[True, False] * 3)]
+    add_overlong_penalties(samples, max_new=6, buffer=2)
+    assert [sample.reward for sample in samples] == [0.0, 1.0]
+    with pytest.raises(InvalidRequest, match="buffer"):
+        add_overlong_penalties(samples, max_new=6, buffer=7)
 
 
 def test_case_i4_staleness_counts_from_the_oldest_token_and_is_never_negative(make_sample) -> None:

@@ -4,7 +4,7 @@ Owns the gather of the next inputs from the device table and the taking in of dr
 the forward pass and the draw between them. `engine.runner.stepper.advance` is the reference of
 `advance_rows`.
 
-Shapes: B rows of a step, S slots, P page-table columns, K stop ids, W ring width.
+Shapes: B rows of a step, S slots, P page-table columns, K stop ids, W ring width, V vocabulary.
 """
 
 # A launch takes options that the kernel does not declare.
@@ -108,6 +108,7 @@ def _advance_kernel(
     raw_ptr,
     temperature_ptr,
     processed_ptr,
+    entropy_ptr,
     bad_ptr,
     definition_ptr,
     finished_ptr,
@@ -118,8 +119,15 @@ def _advance_kernel(
     stop_ids_ptr,
     ring_ids_ptr,
     ring_logprobs_ptr,
+    values_ptr,
+    values_stride,
+    count_row_ptr,
+    counts_ptr,
+    V,
     K: tl.constexpr,
     W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EDITS: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -137,6 +145,17 @@ def _advance_kernel(
                 new = tl.load(new_ptr + slot)
                 tl.store(ring_ids_ptr + slot * W + new % W, token.to(tl.int32))
                 tl.store(ring_logprobs_ptr + slot * W + new % W, logprob)
+                if COLUMNS:
+                    at = values_ptr + slot * W + new % W
+                    tl.store(at, tl.load(processed_ptr + row))
+                    tl.store(at + values_stride, tl.load(temperature_ptr + row))
+                    tl.store(at + 2 * values_stride, tl.load(raw_ptr + row))
+                    tl.store(at + 3 * values_stride, tl.load(entropy_ptr + row))
+                if EDITS:
+                    count_row = tl.load(count_row_ptr + slot).to(tl.int64)
+                    if count_row >= 0:
+                        count_at = counts_ptr + count_row * V + token
+                        tl.store(count_at, tl.load(count_at) + 2)
                 tl.store(last_token_ptr + slot, token)
                 tl.store(computed_ptr + slot, tl.load(computed_ptr + slot) + 1)
                 tl.store(new_ptr + slot, new + 1)
@@ -146,8 +165,16 @@ def _advance_kernel(
                 tl.store(finished_ptr + slot, ends.to(tl.int32))
 
 
-def advance_rows(table: DeviceTable, slots_B: torch.Tensor, drawn: SampleOut) -> None:
-    """Take each active row's drawn token into ring and counters, and decide whether it ends."""
+def advance_rows(table: DeviceTable, slots_B: torch.Tensor, drawn: SampleOut, count: bool = False) -> None:
+    """Take each active row's drawn token into rings, counters and counts, and decide whether it ends.
+
+    With `drawn.entropy_B` the ring columns of every definition are filled; with `count`, tokens of
+    rows with penalties are counted.
+    """
+    values_CSW = table.columns.values_CSW
+    assert not count or table.edits is not None, "the table has no counts"
+    edits = table.edits.columns if count and table.edits is not None else None
+    assert drawn.entropy_B is None or values_CSW.shape[1], "no row has asked for columns"
     _advance_kernel[(slots_B.shape[0],)](
         slots_B,
         table.active_S,
@@ -155,6 +182,7 @@ def advance_rows(table: DeviceTable, slots_B: torch.Tensor, drawn: SampleOut) ->
         drawn.raw_B,
         drawn.temperature_B,
         drawn.processed_B,
+        drawn.processed_B if drawn.entropy_B is None else drawn.entropy_B,
         drawn.bad_B,
         table.definition_S,
         table.finished_S,
@@ -165,7 +193,14 @@ def advance_rows(table: DeviceTable, slots_B: torch.Tensor, drawn: SampleOut) ->
         table.stop_ids_SK,
         table.ring_ids_SW,
         table.ring_logprobs_SW,
+        values_CSW if drawn.entropy_B is not None else drawn.processed_B,
+        values_CSW.stride(0),
+        table.definition_S if edits is None else edits.count_row_S,
+        table.definition_S if edits is None else edits.counts_CV,
+        0 if edits is None else edits.counts_CV.shape[1],
         K=DeviceTable.MAX_STOPS,
         W=table.ring,
+        COLUMNS=drawn.entropy_B is not None,
+        EDITS=edits is not None,
         num_warps=1,
     )

@@ -57,3 +57,12 @@ def noise_words(seed, position, blocks_N, N: tl.constexpr):
         (w0 >> 32).to(tl.uint32), (w1 >> 32).to(tl.uint32), (w2 >> 32).to(tl.uint32), (w3 >> 32).to(tl.uint32)
     )
     return tl.reshape(tl.join(low, high), (N, 8))
+
+
+@triton.jit
+def noise_words_at(seed, position, ids_N):
+    """uint32 [N]: the words of single ids, a block computed for each."""
+    w0, w1, w2, w3 = philox_blocks(seed, position, ids_N // 8)
+    place = ids_N % 8
+    word = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
+    return tl.where(place % 2 == 0, word, word >> 32).to(tl.uint32)

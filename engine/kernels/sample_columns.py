@@ -3,7 +3,8 @@
 Owns the parameter columns indexed by slot, the output columns, and the workspace. Ignores how rows
 are drawn (`engine.kernels.sample_epilogue`).
 
-Shapes: B rows of a step, S slots, V vocabulary (of this shard), T tiles of the vocabulary.
+Shapes: B rows of a step, S slots, V vocabulary (of this shard), T tiles of the vocabulary, C count rows,
+M bias rows, L candidates.
 """
 
 from __future__ import annotations
@@ -14,25 +15,32 @@ import torch
 
 TILE = 2048
 """Token ids one program of the scan reads."""
+PARTS = 8
+"""Equal parts of a tile whose maxima are noted for truncated rows."""
+CANDIDATES = 1024
+"""Ids among which a truncated row is cut by sorting, and fewer for small vocabularies."""
 NUM_STATS = 7
+RECORD = 8
 
 
 @dataclass(slots=True)
 class EditColumns:
-    """Edits of logits, by slot. A row with neutral values costs a few loads.
+    """Edits of logits, by slot: which rows of counts, biases and masks apply, -1 for none.
 
-    `counts_SV` holds, per id, twice the times the sample produced it, plus one if the prompt has it
-    (prompt ids matter to `repetition` alone). Lists are padded with -1 on the right. Stop ids are
-    masked while the position is below `min_until_S`.
+    `counts_CV` (int16 or int32) holds, per id, twice the times the sample produced it, and may be
+    odd where the prompt has it (which matters to `repetition` alone). A row of `bias_MV`
+    is added to the logits; the one that `mask_row_S` names holds -inf at stop ids and applies while
+    the position is below `min_until_S`.
     """
 
     repetition_S: torch.Tensor
     frequency_S: torch.Tensor
     presence_S: torch.Tensor
-    counts_SV: torch.Tensor
-    bias_ids_SN: torch.Tensor
-    bias_SN: torch.Tensor
-    stop_ids_SN: torch.Tensor
+    count_row_S: torch.Tensor
+    counts_CV: torch.Tensor
+    bias_row_S: torch.Tensor
+    mask_row_S: torch.Tensor
+    bias_MV: torch.Tensor
     min_until_S: torch.Tensor
 
 
@@ -43,7 +51,9 @@ class SampleColumns:
 
     Temperatures below `engine.sampling.params.GREEDY_BELOW` mean argmax. `slots_B` maps rows to
     slots, -1 for padding; None means row b is slot b. Rows of padding and of inactive slots write
-    nothing. Token ids of a vocabulary shard start at `first_id`, a multiple of 8.
+    nothing. Token ids of a vocabulary shard start at `first_id`, a multiple of 8. `definition_S`
+    (int32, an index of `engine.memory.device_table.DEFINITIONS`) names the distribution whose entropy
+    and alternatives a row wants; without it that is the processed one.
     """
 
     temperature_S: torch.Tensor
@@ -56,6 +66,7 @@ class SampleColumns:
     slots_B: torch.Tensor | None = None
     edits: EditColumns | None = None
     first_id: int = 0
+    definition_S: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +75,7 @@ class SampleOut:
 
     `raw_B`, `temperature_B`, `processed_B` are the drawn token's log-probability by definition,
     `lse_B` the log-sum-exp of the raw logits, `score_B` float64 the winning perturbed logit (with
-    the id it decides between vocabulary shards), `entropy_B` that of the processed distribution.
+    the id it decides between vocabulary shards), `entropy_B` that of the row's definition.
     """
 
     ids_B: torch.Tensor
@@ -92,25 +103,46 @@ class SampleOut:
             entropy_B=column(torch.float32) if entropy else None,
         )
 
+    def head(self, rows: int, entropy: bool) -> SampleOut:
+        """The first rows, with or without the column of entropies."""
+        wide = self.entropy_B if entropy else None
+        return SampleOut(
+            self.ids_B[:rows],
+            self.raw_B[:rows],
+            self.temperature_B[:rows],
+            self.processed_B[:rows],
+            self.lse_B[:rows],
+            self.score_B[:rows],
+            self.bad_B[:rows],
+            None if wide is None else wide[:rows],
+        )
+
 
 @dataclass(slots=True)
 class SampleWorkspace:
-    """Scratch for at most `rows` rows: per-tile statistics, the threshold's record of a truncated
-    row, and the one fp32 copy of the logits, which only rows with edits fill."""
+    """Scratch for at most `rows` rows: statistics by tile, maxima by part of a tile, the record of a
+    truncated row, and its candidates. The logits themselves are never copied."""
 
     stats_BNT: torch.Tensor
-    record_B4: torch.Tensor
-    edited_BV: torch.Tensor | None
+    maxima_BT: torch.Tensor
+    record_BR: torch.Tensor
+    candidate_ids_BL: torch.Tensor
+    candidate_values_BL: torch.Tensor
     tile: int
 
     @staticmethod
-    def empty(
-        rows: int, vocab_size: int, device: torch.device | str, edits: bool = False, tile: int = TILE
-    ) -> SampleWorkspace:
+    def empty(rows: int, vocab_size: int, device: torch.device | str, tile: int = TILE) -> SampleWorkspace:
         tiles = -(-vocab_size // tile)
+        candidates = min(CANDIDATES, max(16, 1 << (vocab_size // 16).bit_length()))
+
+        def space(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         return SampleWorkspace(
-            torch.zeros(rows, NUM_STATS, tiles, dtype=torch.float32, device=device),
-            torch.zeros(rows, 4, dtype=torch.float64, device=device),
-            torch.zeros(rows, vocab_size, dtype=torch.float32, device=device) if edits else None,
+            space(rows, NUM_STATS, tiles),
+            space(rows, tiles * PARTS),
+            space(rows, RECORD, dtype=torch.float64),
+            space(rows, candidates, dtype=torch.int32),
+            space(rows, candidates),
             tile,
         )

@@ -6,24 +6,28 @@ leaves an fp32 upper bound per tile of the vocabulary; here tiles are evaluated 
 descending order of their bounds until no other can win, so the token equals the host's unless two
 scores differ by less than the two machines' float64 logarithms do.
 
-Two launches, three where a row may be truncated; all of fixed shape, without host synchronisation,
+Two launches, four where a row may be truncated; all of fixed shape, without host synchronisation,
 and reductions are ordered. Shapes: B rows, V vocabulary, T tiles.
 """
 
 # Launch options and constants are invisible to the type checker in Triton kernels.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# Conditions known when compiling stay apart from those that are not.
+# ruff: noqa: SIM102
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_reference import sample_rows_reference
 from engine.kernels.sample_scan import (
     BEST,
+    BY_PROCESSED,
+    BY_RAW,
     GREEDY,
-    INF,
     MAX,
     MOMENT,
     RAW_MAX,
@@ -32,13 +36,26 @@ from engine.kernels.sample_scan import (
     SUM,
     TEMPERATURE_SUM,
     WORD_SCALE,
-    has_edits,
+    definition_of,
     sample_scan_kernel,
     slot_of,
     tile_ids,
     tile_words,
+    truncates,
 )
-from engine.kernels.sample_threshold import is_kept, row_values, sample_threshold_kernel
+from engine.kernels.sample_shortlist import (
+    CUT,
+    DRAWN,
+    LAST_TIED,
+    MASS,
+    RECORD_MOMENT,
+    RECORD_WIDTH,
+    SCORE,
+    TOKEN,
+    parts_reaching,
+    sample_shortlist_kernel,
+)
+from engine.kernels.sample_threshold import is_kept, sample_threshold_kernel
 
 __all__ = ["sample_rows", "sample_rows_reference"]
 
@@ -54,13 +71,22 @@ def _weighted(stats_ptr, maxima_T, highest, inverse, at, tiles, WHICH: tl.conste
 
 
 @triton.jit
+def _moment(stats_ptr, maxima_T, highest, inverse, at, tiles, WHICH: tl.constexpr):
+    """float64 first moment of the weights that `WHICH` sums, relative to the row's maximum."""
+    sums_T = tl.load(stats_ptr + WHICH * tiles + at, mask=at < tiles, other=0.0).to(tl.float64)
+    below_T = tl.where(sums_T > 0.0, (maxima_T - highest).to(tl.float64) * inverse, 0.0)
+    moments_T = tl.load(stats_ptr + MOMENT * tiles + at, mask=at < tiles, other=0.0).to(tl.float64)
+    return tl.sum((moments_T + sums_T * below_T) * tl.exp(below_T), 0)
+
+
+@triton.jit
 def sample_pick_kernel(
-    logits_ptr, edited_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
-    min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, counts_ptr, bias_ids_ptr,
-    stop_ids_ptr, min_until_ptr, ids_ptr, raw_ptr, scaled_ptr, processed_ptr, lse_ptr, score_ptr, bad_ptr,
-    entropy_ptr, first_id, logits_stride, V, tiles,
-    TILE: tl.constexpr, TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, BIAS: tl.constexpr,
-    STOPS: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr,
+    logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    seed_ptr, position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
+    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ids_ptr, raw_ptr, scaled_ptr, processed_ptr, lse_ptr,
+    score_ptr, bad_ptr, entropy_ptr, first_id, logits_stride, V, tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr,
+    EVERY: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
@@ -70,18 +96,17 @@ def sample_pick_kernel(
     greedy = temperature < GREEDY
     temperature = tl.where(greedy, 1.0, temperature)
     inverse = 1.0 / temperature
-    truncates = (tl.load(top_k_ptr + slot) > 0) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
-    truncates = truncates & (greedy == 0)
+    truncated = truncates(slot, greedy, top_k_ptr, top_p_ptr, min_p_ptr)
     position = tl.load(position_ptr + slot)
+    definition = definition_of(slot, greedy, definition_ptr, DEFINED)
     seed = tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True)
-    edited = row < 0
-    penalised = row < 0
-    if EDITS:
-        edited, penalised, _masked = has_edits(
-            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
-            BIAS, STOPS,
-        )  # fmt: skip
+    edits = edits_of(
+        slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
+        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+    )  # fmt: skip
+    logits_at = row * logits_stride
     stats_ptr += row * (STATS * tiles)
+    record_ptr += row * RECORD_WIDTH
     at = tl.arange(0, TILES)
     raw_maxima_T = tl.load(stats_ptr + RAW_MAX * tiles + at, mask=at < tiles, other=-INF)
     maxima_T = tl.load(stats_ptr + MAX * tiles + at, mask=at < tiles, other=-INF)
@@ -90,26 +115,29 @@ def sample_pick_kernel(
     raw_total = _weighted(stats_ptr, raw_maxima_T, raw_highest, 1.0, at, tiles, RAW_SUM)
     scaled_total = _weighted(stats_ptr, raw_maxima_T, raw_highest, inverse, at, tiles, TEMPERATURE_SUM)
     total = _weighted(stats_ptr, maxima_T, highest, inverse, at, tiles, SUM)
-    good = (raw_total < INF) & (raw_highest > -INF) & (total < INF) & (highest > -INF) & (tl.max(bounds_T, 0) > -INF)
-    good = good & (tl.max(bounds_T, 0) < INF)
+    good = (scaled_total < INF) & (raw_highest > -INF) & (total < INF) & (highest > -INF)
+    good = good & (tl.max(bounds_T, 0) > -INF) & (tl.max(bounds_T, 0) < INF)
 
     lowest = temperature * 0.0 - INF
     threshold, last_tied = lowest, V
-    if truncates & good:
-        threshold = tl.load(record_ptr + row * 4)
-        last_tied = tl.load(record_ptr + row * 4 + 1).to(tl.int32)
     best, token = lowest, 0
     bound = tl.where(good, tl.max(bounds_T, 0), -INF)
+    if truncated & good:
+        threshold = tl.load(record_ptr + CUT)
+        last_tied = tl.load(record_ptr + LAST_TIED).to(tl.int32)
+        if tl.load(record_ptr + DRAWN) != 0.0:
+            best, token = tl.load(record_ptr + SCORE), tl.load(record_ptr + TOKEN).to(tl.int32)
+            bound = -INF
     while (bound > -INF) & (bound + (tl.abs(bound) + 32.0) * 1e-6 >= best):
         tile = tl.min(tl.where(bounds_T == bound, at, TILES), 0)
         ids = tile_ids(tile, TILE)
-        values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+        values = row_values(logits_ptr, logits_at, V, ids, edits, EDITS)
         scores = values.to(tl.float64)
         if not greedy:
             words = tile_words(seed, position, first_id, tile, TILE)
             rest = (words.to(tl.float64) + 0.5) * -WORD_SCALE + 1.0
             scores = scores / temperature - tl.log(-tl.log(rest))
-            if truncates:
+            if truncated:
                 scores = tl.where(is_kept(values, ids, threshold, last_tied), scores, -INF)
         tile_best = tl.max(tl.max(scores, 1), 0)
         first = tl.min(tl.min(tl.where(scores == tile_best, ids, BEYOND), 1), 0)
@@ -119,25 +147,23 @@ def sample_pick_kernel(
         bound = tl.max(bounds_T, 0)
 
     nan = float("nan")
-    raw = tl.load(logits_ptr + row * logits_stride + token).to(tl.float64)
+    raw = tl.load(logits_ptr + logits_at + token).to(tl.float64)
     value = raw
-    if edited:
-        value = tl.load(edited_ptr + row * V + token).to(tl.float64)
+    if EDITS:
+        if edits[0]:
+            value = row_values(logits_ptr, logits_at, V, token, edits, EDITS).to(tl.float64)
     raw_lse = raw_highest.to(tl.float64) + tl.log(raw_total)
     logprob = raw - raw_lse
     scaled, processed = logprob, logprob
-    moment = raw_lse * 0.0
-    if ENTROPY:
-        sums_T = tl.load(stats_ptr + SUM * tiles + at, mask=at < tiles, other=0.0).to(tl.float64)
-        below_T = tl.where(sums_T > 0.0, (maxima_T - highest).to(tl.float64) * inverse, 0.0)
-        moments_T = tl.load(stats_ptr + MOMENT * tiles + at, mask=at < tiles, other=0.0).to(tl.float64)
-        moment = tl.sum((moments_T + sums_T * below_T) * tl.exp(below_T), 0)
     if not greedy:
         scaled = (raw - raw_highest) * inverse - tl.log(scaled_total)
-        if truncates & good:
-            total = tl.load(record_ptr + row * 4 + 2)
-            moment = tl.load(record_ptr + row * 4 + 3)
-        processed = (value - highest) * inverse - tl.log(total)
+        kept_total = total
+        if truncated & good:
+            kept_total = tl.load(record_ptr + MASS)
+        processed = (value - highest) * inverse - tl.log(kept_total)
+    if not EVERY:
+        if (definition != BY_RAW) & (temperature != 1.0):
+            logprob, raw_lse = logprob * nan, raw_lse * nan
     tl.store(ids_ptr + row, tl.where(good, token + first_id, 0).to(tl.int64))
     tl.store(raw_ptr + row, tl.where(good, logprob, nan).to(tl.float32))
     tl.store(scaled_ptr + row, tl.where(good, scaled, nan).to(tl.float32))
@@ -146,10 +172,15 @@ def sample_pick_kernel(
     tl.store(score_ptr + row, tl.where(good, best, nan))
     tl.store(bad_ptr + row, (good == 0).to(tl.uint8))
     if ENTROPY:
-        tl.store(entropy_ptr + row, tl.where(good, tl.log(total) - moment / total, nan).to(tl.float32))
-    if COUNT:
-        seen = tl.load(counts_ptr + slot * V + token)
-        tl.store(counts_ptr + slot * V + token, seen + 2, mask=penalised & good)
+        sum_of, moment = raw_total, _moment(stats_ptr, raw_maxima_T, raw_highest, 1.0, at, tiles, RAW_SUM)
+        if definition != BY_RAW:
+            sum_of = scaled_total
+            moment = _moment(stats_ptr, raw_maxima_T, raw_highest, inverse, at, tiles, TEMPERATURE_SUM)
+            if definition == BY_PROCESSED:
+                sum_of, moment = total, _moment(stats_ptr, maxima_T, highest, inverse, at, tiles, SUM)
+                if truncated & good:
+                    sum_of, moment = tl.load(record_ptr + MASS), tl.load(record_ptr + RECORD_MOMENT)
+        tl.store(entropy_ptr + row, tl.where(good, tl.log(sum_of) - moment / sum_of, nan).to(tl.float32))
 
 
 def sample_rows(
@@ -158,59 +189,63 @@ def sample_rows(
     out: SampleOut,
     workspace: SampleWorkspace,
     truncated: bool = True,
-    count: bool = False,
-    warps: tuple[int, int, int] | None = None,
+    every: bool = True,
+    warps: tuple[int, int, int, int] | None = None,
 ) -> SampleOut:
     """Draw one id per row of `logits_BV` (bf16, fp16 or fp32; rows contiguous), into `out`.
 
-    `truncated=False` promises that no active row has top-k, top-p or min-p, and saves a launch.
-    `count` adds drawn ids to the counts of rows with penalties. Allocates nothing. `warps` are those
-    of the three kernels.
+    `truncated=False` promises that no active row has top-k, top-p or min-p, and saves two launches.
+    `every=False` leaves NaN in `raw_B` and
+    `lse_B` where temperature and definition do not call for them, and saves an exponential an id.
+    Allocates nothing. `warps` are those of the four kernels.
     """
     rows, vocab = logits_BV.shape
-    tiles = workspace.stats_BNT.shape[2]
+    tiles, tile = workspace.stats_BNT.shape[2], workspace.tile
     edits = columns.edits
+    entropy = out.entropy_B is not None
     assert logits_BV.stride(1) == 1, "rows of logits must be contiguous"
     assert rows <= workspace.stats_BNT.shape[0], f"{rows} rows, workspace for {workspace.stats_BNT.shape[0]}"
-    assert triton.cdiv(vocab, workspace.tile) == tiles, f"vocabulary {vocab} does not fit the workspace's {tiles} tiles"
-    assert edits is None or workspace.edited_BV is not None, "edits need a workspace with room for them"
-    assert edits is None or edits.bias_ids_SN.shape[1] * edits.stop_ids_SN.shape[1] > 0, "lists need one column"
+    assert triton.cdiv(vocab, tile) == tiles, f"vocabulary {vocab} does not fit the workspace's {tiles} tiles"
     assert columns.first_id % 8 == 0, f"first id {columns.first_id} is not a multiple of 8"
+    assert every or columns.definition_S is not None, "which definition to compute?"
     if rows == 0:
         return out
     nothing = columns.temperature_S
-    edited = workspace.edited_BV if workspace.edited_BV is not None else workspace.stats_BNT
     slots = columns.slots_B if columns.slots_B is not None else nothing
+    definition = columns.definition_S if columns.definition_S is not None else nothing
     drawing = (columns.temperature_S, columns.top_k_S, columns.top_p_S, columns.min_p_S, columns.seed_S)
     head = (slots, columns.active_S, *drawing, columns.position_S)
-    penalties = (nothing,) * 3 if edits is None else (edits.repetition_S, edits.frequency_S, edits.presence_S)
-    counts = nothing if edits is None else edits.counts_SV
-    bias_ids, bias = (nothing, nothing) if edits is None else (edits.bias_ids_SN, edits.bias_SN)
-    stops = (nothing, nothing) if edits is None else (edits.stop_ids_SN, edits.min_until_S)
+    changes = (nothing,) * 9
+    if edits is not None:
+        changes = (
+            edits.repetition_S, edits.frequency_S, edits.presence_S, edits.count_row_S, edits.counts_CV,
+            edits.bias_row_S, edits.mask_row_S, edits.bias_MV, edits.min_until_S,
+        )  # fmt: skip
     shape = (columns.first_id, logits_BV.stride(0), vocab, tiles)
-    modes = dict(
-        TILE=workspace.tile,
-        HAS_SLOTS=columns.slots_B is not None,
-        EDITS=edits is not None,
-        BIAS=0 if edits is None else edits.bias_ids_SN.shape[1],
-        STOPS=0 if edits is None else edits.stop_ids_SN.shape[1],
-    )
-    entropy = out.entropy_B is not None
-    scan_warps, threshold_warps, pick_warps = warps or (max(1, workspace.tile // 512), 8, 8)
+    stats, record = workspace.stats_BNT, workspace.record_BR
+    modes = dict(TILE=tile, HAS_SLOTS=columns.slots_B is not None, EDITS=edits is not None, enable_fp_fusion=False)
+    wants = dict(DEFINED=columns.definition_S is not None, EVERY=every or entropy, ENTROPY=entropy)
+    scan_warps, list_warps, threshold_warps, pick_warps = warps or (max(1, tile // 512), 16, 8, 8)
     sample_scan_kernel[(tiles, rows)](
-        logits_BV, edited, workspace.stats_BNT, *head, *penalties, counts, bias_ids, bias, *stops, *shape,
-        **modes, ENTROPY=entropy, num_warps=scan_warps, enable_fp_fusion=False,
+        logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants,
+        num_warps=scan_warps,
     )  # fmt: skip
     modes["TILES"] = triton.next_power_of_2(tiles)
     if truncated:
+        candidates = workspace.candidate_ids_BL.shape[1]
+        sample_shortlist_kernel[(rows,)](
+            logits_BV, stats, workspace.maxima_BT, record, workspace.candidate_ids_BL, workspace.candidate_values_BL,
+            *head, *changes, *shape, **modes, CHUNK=max(tile, min(8192, tile * modes["TILES"])), L=candidates,
+            REACHING=parts_reaching(tiles * PARTS, candidates // 2), num_warps=list_warps,
+        )  # fmt: skip
         sample_threshold_kernel[(rows,)](
-            logits_BV, edited, workspace.stats_BNT, workspace.record_B4, *head, *penalties, bias_ids, *stops, *shape,
-            **modes, CHUNK=min(workspace.tile, 128 * threshold_warps), num_warps=threshold_warps,
+            logits_BV, stats, record, *head, *changes, *shape,
+            **modes, CHUNK=min(tile, 128 * threshold_warps), num_warps=threshold_warps,
         )  # fmt: skip
     columns_out = (out.ids_B, out.raw_B, out.temperature_B, out.processed_B, out.lse_B, out.score_B, out.bad_B)
     sample_pick_kernel[(rows,)](
-        logits_BV, edited, workspace.stats_BNT, workspace.record_B4, *head, *penalties, counts, bias_ids, *stops,
+        logits_BV, stats, record, *head, definition, *changes,
         *columns_out, out.entropy_B if entropy else nothing, *shape,
-        **modes, ENTROPY=entropy, COUNT=count and edits is not None, num_warps=pick_warps,
+        **modes, **wants, num_warps=pick_warps,
     )  # fmt: skip
     return out

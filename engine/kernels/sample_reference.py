@@ -31,7 +31,7 @@ def _draw(raw_V: torch.Tensor, columns: SampleColumns, slot: int, out: SampleOut
     temperature = float(columns.temperature_S[slot])
     greedy = temperature < GREEDY_BELOW
     temperature = 1.0 if greedy else temperature
-    edited_V = raw_V if columns.edits is None else _edited(raw_V, columns.edits, slot, position, columns.first_id)
+    edited_V = raw_V if columns.edits is None else _edited(raw_V, columns.edits, slot, position)
     bad = not bool(torch.isfinite(raw_V.amax()) & torch.isfinite(edited_V.amax()))
     out.bad_B[b] = bad
     if bad:
@@ -61,24 +61,27 @@ def _draw(raw_V: torch.Tensor, columns: SampleColumns, slot: int, out: SampleOut
     logprobs_V = torch.log_softmax(drawn_V, -1)
     out.processed_B[b] = logprobs_V[token]
     if out.entropy_B is not None:
+        definition = 0 if columns.definition_S is None else int(columns.definition_S[slot])
+        values_V = (drawn_V, wide_V / temperature, wide_V)[2 if greedy else definition]
+        logprobs_V = torch.log_softmax(values_V, -1)
         out.entropy_B[b] = -(logprobs_V.exp() * logprobs_V.clamp(min=-1e300)).sum()
 
 
-def _edited(raw_V: torch.Tensor, edits: EditColumns, slot: int, position: int, first_id: int) -> torch.Tensor:
+def _edited(raw_V: torch.Tensor, edits: EditColumns, slot: int, position: int) -> torch.Tensor:
     values_V = raw_V.clone()
-    for token, bias in zip(edits.bias_ids_SN[slot].tolist(), edits.bias_SN[slot], strict=True):
-        if 0 <= token - first_id < len(values_V):
-            values_V[token - first_id] += bias
-    counts_V = edits.counts_SV[slot].int()
-    repetition, frequency, presence = edits.repetition_S[slot], edits.frequency_S[slot], edits.presence_S[slot]
-    if repetition != 1.0:
+    count_row, bias_row, mask_row = (
+        int(rows_S[slot]) for rows_S in (edits.count_row_S, edits.bias_row_S, edits.mask_row_S)
+    )
+    if bias_row >= 0:
+        values_V += edits.bias_MV[bias_row]
+    if count_row >= 0:
+        counts_V = edits.counts_CV[count_row].int()
+        repetition, frequency, presence = edits.repetition_S[slot], edits.frequency_S[slot], edits.presence_S[slot]
         repeated_V = torch.where(values_V > 0, values_V / repetition, values_V * repetition)
         values_V = torch.where(counts_V > 0, repeated_V, values_V)
-    produced_V = counts_V >> 1
-    values_V = torch.where(produced_V > 0, values_V - frequency * produced_V.float(), values_V)
-    values_V = torch.where(produced_V > 0, values_V - presence, values_V)
-    if position < int(edits.min_until_S[slot]):
-        for token in edits.stop_ids_SN[slot].tolist():
-            if 0 <= token - first_id < len(values_V):
-                values_V[token - first_id] = float("-inf")
+        produced_V = counts_V >> 1
+        values_V = torch.where(produced_V > 0, values_V - frequency * produced_V.float(), values_V)
+        values_V = torch.where(produced_V > 0, values_V - presence, values_V)
+    if mask_row >= 0 and position < int(edits.min_until_S[slot]):
+        values_V += edits.bias_MV[mask_row]
     return values_V

@@ -1,24 +1,31 @@
 """First pass of sampling: statistics and the best bound of every tile of the vocabulary.
 
-Owns reading the logits once, the edits, and what one tile contributes: maxima, sums of
-exponentials, and an upper bound of its best perturbed logit. Ignores which token wins
-(`engine.kernels.sample_epilogue`) and truncation (`engine.kernels.sample_threshold`).
+Owns reading the logits once and what one tile contributes: maxima, sums of exponentials, and an upper
+bound of its best perturbed logit; for truncated rows the maxima of a tile's parts instead of the bound.
+Ignores which token wins (`engine.kernels.sample_epilogue`), truncation
+(`engine.kernels.sample_shortlist`) and what edits are (`engine.kernels.sample_edits`).
 
 A token's weight exp((l - max) / T) divided by its exponential E = -log(1 - u) orders ids as their
-perturbed logits do. The bound replaces E by the first terms of its series, which lie below it, so
-what fp32 gives is never too small beyond rounding. Weights that vanish in fp32 (87 below the
-maximum) cannot win: noise spans [-3.2, 22.9].
+perturbed logits do. The bound replaces 1 / E by something a little larger (`largest_ratio`). Weights
+that vanish in fp32 (87 below the maximum) cannot win: noise spans [-3.2, 22.9].
 
-Shapes: N blocks of 8 ids.
+Noise is what this pass spends its time on: ten rounds for eight ids. So everything else is kept off
+the units for special functions but one exponential an id.
+
+Shapes: N blocks of 8 ids, P parts of a tile.
 """
 
+# Conditions known when compiling stay apart from those that are not.
+# ruff: noqa: SIM102
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from engine.kernels.fast_math import fast_exp2, fast_reciprocal
+from engine.kernels.fast_math import fast_exp2
 from engine.kernels.philox import noise_words
+from engine.kernels.sample_columns import PARTS as _PARTS
+from engine.kernels.sample_edits import INF, edit, edits_of
 from engine.sampling.params import GREEDY_BELOW
 
 RAW_MAX = tl.constexpr(0)
@@ -29,11 +36,12 @@ SUM = tl.constexpr(4)
 MOMENT = tl.constexpr(5)
 BEST = tl.constexpr(6)
 STATS = tl.constexpr(7)
+PARTS = tl.constexpr(_PARTS)
 GREEDY = tl.constexpr(GREEDY_BELOW)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WORD_SCALE = tl.constexpr(2.0**-32)
-INF = tl.constexpr(float("inf"))
+BY_PROCESSED, BY_TEMPERATURE, BY_RAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -47,6 +55,21 @@ def slot_of(row, slots_ptr, active_ptr, HAS_SLOTS: tl.constexpr):
     else:
         slot = tl.where(tl.load(active_ptr + slot) != 0, slot, -1)
     return slot
+
+
+@triton.jit
+def definition_of(slot, greedy, definition_ptr, DEFINED: tl.constexpr):
+    """The distribution that a row's entropy and alternatives are of."""
+    definition = greedy.to(tl.int32) * BY_RAW
+    if DEFINED:
+        definition = tl.where(greedy, BY_RAW, tl.load(definition_ptr + slot))
+    return definition
+
+
+@triton.jit
+def truncates(slot, greedy, top_k_ptr, top_p_ptr, min_p_ptr):
+    cut = (tl.load(top_k_ptr + slot) > 0) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
+    return cut & (greedy == 0)
 
 
 @triton.jit
@@ -64,10 +87,15 @@ def tile_words(seed, position, first_id, tile, TILE: tl.constexpr):
 
 @triton.jit
 def largest_ratio(weights, words):
-    """The largest weight / E over [N, 8], no smaller than exact beyond rounding."""
-    u = tl.fma(words.to(tl.float32), WORD_SCALE, 0.5 * WORD_SCALE)
-    series = tl.fma(u, tl.fma(u, tl.fma(u, 0.25, 0.33333334), 0.5), 1.0)
-    return tl.max(tl.max(weights * fast_reciprocal(u * series), 1), 0)
+    """At least the largest weight / E over [N, 8], at most an eighth more where E is small.
+
+    E is no less than u, and u no less than its 23 leading bits, which become a float without a
+    conversion when put behind the exponent of 1. Its bits taken from those of 2^127 are a float between
+    1 and 1.125 times its reciprocal, since the mantissa stands for a logarithm that it never exceeds.
+    """
+    u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    reciprocal = (0x7F000000 - u.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.max(tl.max(weights * reciprocal, 1), 0)
 
 
 @triton.jit
@@ -77,58 +105,22 @@ def bound_of(ratio, base, inverse_temperature):
 
 
 @triton.jit
-def has_edits(
-    slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
-    BIAS: tl.constexpr, STOPS: tl.constexpr,
-):  # fmt: skip
-    """Whether this slot's logits are edited at this position, and whether by penalties."""
-    penalised = (
-        (tl.load(repetition_ptr + slot) != 1.0)
-        | (tl.load(frequency_ptr + slot) != 0.0)
-        | (tl.load(presence_ptr + slot) != 0.0)
-    )
-    biased = tl.load(bias_ids_ptr + slot * BIAS) >= 0
-    masked = (position < tl.load(min_until_ptr + slot)) & (tl.load(stop_ids_ptr + slot * STOPS) >= 0)
-    return penalised | biased | masked, penalised, masked
-
-
-@triton.jit
-def _edit(
-    values, ids, inside, first_id, slot, V, penalised, masked, repetition_ptr, frequency_ptr, presence_ptr,
-    counts_ptr, bias_ids_ptr, bias_ptr, stop_ids_ptr, BIAS: tl.constexpr, STOPS: tl.constexpr,
-):  # fmt: skip
-    """Bias, repetition, frequency, presence, then the mask of stop ids."""
-    for n in range(BIAS):
-        token = tl.load(bias_ids_ptr + slot * BIAS + n) - first_id
-        bias = tl.load(bias_ptr + slot * BIAS + n)
-        values = tl.where(ids == token, values + bias, values)
-    if penalised:
-        counts = tl.load(counts_ptr + slot * V + ids, mask=inside, other=0).to(tl.int32)
-        repetition = tl.load(repetition_ptr + slot)
-        divided = tl.div_rn(values, tl.zeros_like(values) + repetition)
-        repeated = tl.where(values > 0, divided, values * repetition)
-        values = tl.where(counts > 0, repeated, values)
-        produced = (counts >> 1).to(tl.float32)
-        values = tl.where(counts > 1, values - tl.load(frequency_ptr + slot) * produced, values)
-        values = tl.where(counts > 1, values - tl.load(presence_ptr + slot), values)
-    if masked:
-        for n in range(STOPS):
-            token = tl.load(stop_ids_ptr + slot * STOPS + n) - first_id
-            values = tl.where(ids == token, -INF, values)
-    return values
-
-
-@triton.jit
 def _total(x):
     return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
+def _moment(weights, exponents):
+    """Sum of weight times its logarithm, from exponents of two."""
+    return _total(tl.where(weights > 0.0, weights * (exponents * LN_2), 0.0))
+
+
+@triton.jit
 def sample_scan_kernel(
-    logits_ptr, edited_ptr, stats_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, counts_ptr, bias_ids_ptr, bias_ptr,
-    stop_ids_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
-    TILE: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr,
+    logits_ptr, stats_ptr, maxima_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    seed_ptr, position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
+    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
+    TILE: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr, EVERY: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -140,51 +132,59 @@ def sample_scan_kernel(
     greedy = given_temperature < GREEDY
     temperature = tl.where(greedy, 1.0, given_temperature).to(tl.float32)
     position = tl.load(position_ptr + slot)
+    definition = definition_of(slot, greedy, definition_ptr, DEFINED)
     ids = tile_ids(tile, TILE)
     inside = ids < V
     raw = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=-INF).to(tl.float32)
     raw_max = tl.max(tl.max(raw, 1), 0)
     base = tl.where(raw_max == -INF, 0.0, raw_max)
-    shifted = (raw - base) * LOG2_E
     inverse = 1.0 / temperature
-    raw_weights = fast_exp2(shifted)
-    raw_sum = _total(raw_weights)
-    weights = raw_weights
-    temperature_sum = raw_sum
+    scale = LOG2_E * inverse
+    exponents = (raw - base) * scale
+    weights = fast_exp2(exponents)
+    temperature_sum = _total(weights)
+    raw_sum, moment = temperature_sum, temperature_sum * 0.0
+    if ENTROPY:
+        moment = _moment(weights, exponents)
     if temperature != 1.0:
-        weights = fast_exp2(shifted * inverse)
-        temperature_sum = _total(weights)
+        if EVERY or definition == BY_RAW:
+            raw_exponents = (raw - base) * LOG2_E
+            raw_weights = fast_exp2(raw_exponents)
+            raw_sum = _total(raw_weights)
+            if ENTROPY:
+                if definition == BY_RAW:
+                    moment = _moment(raw_weights, raw_exponents)
     values, values_max, values_sum = raw, raw_max, temperature_sum
     best = raw_max
     if EDITS:
-        edited, penalised, masked = has_edits(
-            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
-            BIAS, STOPS,
+        edits = edits_of(
+            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
+            mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
         )  # fmt: skip
-        if edited:
-            values = _edit(
-                raw, ids, inside, first_id, slot, V, penalised, masked, repetition_ptr, frequency_ptr, presence_ptr,
-                counts_ptr, bias_ids_ptr, bias_ptr, stop_ids_ptr, BIAS, STOPS,
-            )  # fmt: skip
-            tl.store(edited_ptr + row * V + ids, values, mask=inside)
+        if edits[0]:
+            values = edit(raw, ids, inside, edits)
             best = tl.max(tl.max(values, 1), 0)
             if not greedy:
                 values_max = best
                 base = tl.where(best == -INF, 0.0, best)
-                shifted = (values - base) * LOG2_E
-                weights = fast_exp2(shifted * inverse)
+                exponents = (values - base) * scale
+                weights = fast_exp2(exponents)
                 values_sum = _total(weights)
+                if ENTROPY:
+                    if definition == BY_PROCESSED:
+                        moment = _moment(weights, exponents)
+    if truncates(slot, greedy, top_k_ptr, top_p_ptr, min_p_ptr):
+        parts = tl.max(tl.reshape(tl.max(values, 1), (PARTS, TILE // 8 // PARTS)), 1)
+        tl.store(maxima_ptr + (row * tiles + tile) * PARTS + tl.arange(0, PARTS), parts)
+    elif not greedy:
+        words = tile_words(tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, tile, TILE)
+        best = bound_of(largest_ratio(weights, words), base, inverse)
     out = stats_ptr + row * (STATS * tiles) + tile
     if ENTROPY:
-        terms = tl.where(weights > 0.0, weights * (shifted * inverse * LN_2), 0.0)
-        tl.store(out + MOMENT * tiles, _total(terms))
+        tl.store(out + MOMENT * tiles, moment)
     tl.store(out + RAW_MAX * tiles, raw_max)
     tl.store(out + RAW_SUM * tiles, raw_sum)
     tl.store(out + TEMPERATURE_SUM * tiles, temperature_sum)
     tl.store(out + MAX * tiles, values_max)
     tl.store(out + SUM * tiles, values_sum)
-    truncates = (tl.load(top_k_ptr + slot) > 0) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
-    if (not greedy) & (not truncates):
-        words = tile_words(tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, tile, TILE)
-        best = bound_of(largest_ratio(weights, words), base, inverse)
     tl.store(out + BEST * tiles, best)

@@ -1,8 +1,8 @@
 """Where a truncated row is cut: top-k, top-p and min-p without sorting.
 
 Owns the exact search for the lowest value kept and, among ids that tie there, the last one kept,
-as `engine.sampling.truncate` defines them; then the bounds of the tiles that keep any id. Ignores
-rows that are not truncated, which it leaves at once.
+as `engine.sampling.truncate` defines them; then the bounds of the tiles that keep any id. For rows that
+keep too many ids for `engine.kernels.sample_shortlist`; all others it leaves at once.
 
 The search keeps two logits a <= t <= b around the threshold t. Each pass counts ids and mass at or
 above PIVOTS values between them, then moves a and b to the nearest logits that still enclose t.
@@ -19,44 +19,38 @@ import triton
 import triton.language as tl
 
 from engine.kernels.fast_math import fast_exp2
+from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_scan import (
     BEST,
     GREEDY,
-    INF,
     LOG2_E,
     MAX,
     STATS,
-    SUM,
     bound_of,
-    has_edits,
     largest_ratio,
     slot_of,
     tile_ids,
     tile_words,
+    truncates,
+)
+from engine.kernels.sample_shortlist import (
+    CUT,
+    DRAWN,
+    LAST_TIED,
+    LOG_TINY,
+    MASS,
+    RECORD_MOMENT,
+    RECORD_WIDTH,
+    log_floor_of,
+    row_total,
 )
 
 PIVOTS = tl.constexpr(8)
-LOG_TINY = tl.constexpr(-708.396418532264)
-"""Logarithm of the smallest normal float64: ids of less mass never remain."""
-
-
-@triton.jit
-def row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS: tl.constexpr):
-    """fp32 logits after edits; -inf beyond the vocabulary."""
-    inside = ids < V
-    if EDITS:
-        if edited:
-            values = tl.load(edited_ptr + row * V + ids, mask=inside, other=-INF)
-        else:
-            values = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=-INF).to(tl.float32)
-    else:
-        values = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=-INF).to(tl.float32)
-    return values
 
 
 @triton.jit
 def _at_least(
-    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, pivots_P, lowest, highest, scale,
+    logits_ptr, maxima_ptr, at, V, tiles, edits, pivots_P, lowest, highest, scale,
     TILE: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """Count and mass of values at or above each pivot; `lowest` is the lowest pivot."""
@@ -66,7 +60,7 @@ def _at_least(
         if tl.load(maxima_ptr + tile) >= lowest:
             for part in range(TILE // CHUNK):
                 ids = tile * TILE + part * CHUNK + tl.arange(0, CHUNK)
-                values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+                values = row_values(logits_ptr, at, V, ids, edits, EDITS)
                 weights = fast_exp2((values - highest) * scale)
                 above = values[:, None] >= pivots_P[None, :]
                 count_IP += above.to(tl.int32)
@@ -76,7 +70,7 @@ def _at_least(
 
 @triton.jit
 def _nearest(
-    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, low, high,
+    logits_ptr, maxima_ptr, at, V, tiles, edits, low, high,
     TILE: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """The least value at or above `low` and the greatest in [low, high), or infinities."""
@@ -85,15 +79,15 @@ def _nearest(
     for tile in range(tiles):
         if tl.load(maxima_ptr + tile) >= low:
             ids = tile * TILE + tl.arange(0, TILE)
-            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            values = row_values(logits_ptr, at, V, ids, edits, EDITS)
             least_I = tl.minimum(least_I, tl.where(values >= low, values, INF))
             greatest_I = tl.maximum(greatest_I, tl.where((values >= low) & (values < high), values, -INF))
     return tl.min(least_I, 0), tl.max(greatest_I, 0)
 
 
 @triton.jit
-def _search(
-    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, low, highest, scale, needed_count,
+def search(
+    logits_ptr, maxima_ptr, at, V, tiles, edits, low, highest, scale, needed_count,
     needed_mass, TILE: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """The highest logit at or above which enough ids or mass lie; the lowest from `low` if none."""
@@ -102,7 +96,7 @@ def _search(
     while a < b:
         pivots_P = tl.where(tl.arange(0, PIVOTS) == PIVOTS - 1, b, tl.minimum(a + (b - a) * steps_P, b))
         count_P, mass_P = _at_least(
-            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, pivots_P, tl.min(pivots_P, 0),
+            logits_ptr, maxima_ptr, at, V, tiles, edits, pivots_P, tl.min(pivots_P, 0),
             highest, scale, TILE, CHUNK, EDITS,
         )  # fmt: skip
         enough_P = (count_P >= needed_count) & (mass_P >= needed_mass)
@@ -111,16 +105,14 @@ def _search(
         if new_b == INF:
             a = b
         else:
-            least, greatest = _nearest(
-                logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, new_a, new_b, TILE, EDITS
-            )
+            least, greatest = _nearest(logits_ptr, maxima_ptr, at, V, tiles, edits, new_a, new_b, TILE, EDITS)
             a, b = least, tl.maximum(least, greatest)
     return a
 
 
 @triton.jit
-def _around(
-    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, value, highest, scale,
+def tally_around(
+    logits_ptr, maxima_ptr, at, V, tiles, edits, value, highest, scale,
     TILE: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """Count and mass strictly above a value, and the count of ids that equal it."""
@@ -130,7 +122,7 @@ def _around(
     for tile in range(tiles):
         if tl.load(maxima_ptr + tile) >= value:
             ids = tile * TILE + tl.arange(0, TILE)
-            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            values = row_values(logits_ptr, at, V, ids, edits, EDITS)
             above = values > value
             count_I += above.to(tl.int32)
             mass_I += tl.where(above, fast_exp2((values - highest) * scale), 0.0)
@@ -139,8 +131,8 @@ def _around(
 
 
 @triton.jit
-def _last_tied(
-    logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, value, kept,
+def last_tied_of(
+    logits_ptr, maxima_ptr, at, V, tiles, edits, value, kept,
     TILE: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """The id of the `kept`-th value equal to `value`."""
@@ -148,7 +140,7 @@ def _last_tied(
     for tile in range(tiles):
         if (kept > 0) & (tl.load(maxima_ptr + tile) >= value):
             ids = tile * TILE + tl.arange(0, TILE)
-            equal = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS) == value
+            equal = row_values(logits_ptr, at, V, ids, edits, EDITS) == value
             ordinal = tl.cumsum(equal.to(tl.int32), 0)
             found = tl.minimum(found, tl.min(tl.where(equal & (ordinal == kept), ids, V), 0))
             kept -= tl.sum(equal.to(tl.int32), 0)
@@ -164,46 +156,43 @@ def is_kept(values, ids, threshold, last_tied):
 
 @triton.jit
 def sample_threshold_kernel(
-    logits_ptr, edited_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
-    min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr,
-    min_until_ptr, first_id, logits_stride, V, tiles,
+    logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
+    mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
-    BIAS: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
     if slot < 0:
         return
     wide_temperature = tl.load(temperature_ptr + slot)
-    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
-    if (wide_temperature < GREEDY) | ((top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)):
+    if not truncates(slot, wide_temperature < GREEDY, top_k_ptr, top_p_ptr, min_p_ptr):
         return
+    record_ptr += row * RECORD_WIDTH
+    if tl.load(record_ptr + DRAWN) != 0.0:
+        return
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     stats_ptr += row * (STATS * tiles)
     maxima_ptr = stats_ptr + MAX * tiles
-    at = tl.arange(0, TILES)
-    maxima_T = tl.load(maxima_ptr + at, mask=at < tiles, other=-INF)
+    at_T = tl.arange(0, TILES)
+    maxima_T = tl.load(maxima_ptr + at_T, mask=at_T < tiles, other=-INF)
     highest = tl.max(maxima_T, 0)
     if (highest == INF) | (highest == -INF) | (highest != highest):
         return
     inverse = 1.0 / wide_temperature.to(tl.float32)
     scale = inverse * LOG2_E
     position = tl.load(position_ptr + slot)
-    edited = row < 0
-    if EDITS:
-        edited, _penalised, _masked = has_edits(
-            slot, position, repetition_ptr, frequency_ptr, presence_ptr, bias_ids_ptr, stop_ids_ptr, min_until_ptr,
-            BIAS, STOPS,
-        )  # fmt: skip
-    sums_T = tl.load(stats_ptr + SUM * tiles + at, mask=at < tiles, other=0.0)
-    total = tl.sum(tl.where(sums_T > 0.0, sums_T * fast_exp2((maxima_T - highest) * scale), 0.0).to(tl.float64), 0)
-    log_floor = tl.maximum(tl.where(min_p > 0.0, tl.log(min_p), LOG_TINY), LOG_TINY)
+    edits = edits_of(
+        slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
+        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+    )  # fmt: skip
+    at = row * logits_stride
+    total = row_total(stats_ptr, tiles, at_T, maxima_T, highest, scale)
+    log_floor = log_floor_of(min_p)
     floor = highest.to(tl.float64) + wide_temperature * log_floor
     threshold, kept, equal = (floor - 1.0).to(tl.float32), V, V
     lowest = (highest.to(tl.float64) + wide_temperature * LOG_TINY).to(tl.float32)
     by_count = ((top_k > 0) & (top_k < V)).to(tl.int32)
-    if (by_count > 0) & (top_k <= tiles):
-        ranked_T = tl.sort(maxima_T, descending=True)
-        lowest = tl.maximum(lowest, tl.max(tl.where(at == top_k - 1, ranked_T, -INF), 0))
     # Once by count, then once by mass, each if asked.
     for stage in range(1 - by_count, 1 + (top_p < 1.0).to(tl.int32)):
         needed_count, needed_mass = top_k, total * 0.0
@@ -212,13 +201,11 @@ def sample_threshold_kernel(
             spare = tl.log((1.0 - top_p) * total / V) - 1e-3
             start = (highest.to(tl.float64) + wide_temperature * tl.maximum(spare, log_floor)).to(tl.float32)
             lowest = tl.minimum(tl.maximum(start, lowest), highest)
-        edge = _search(
-            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, lowest, highest, scale,
-            needed_count, needed_mass, TILE, CHUNK, EDITS,
+        edge = search(
+            logits_ptr, maxima_ptr, at, V, tiles, edits, lowest, highest, scale, needed_count, needed_mass, TILE, CHUNK,
+            EDITS,
         )  # fmt: skip
-        above, mass, tied = _around(
-            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, edge, highest, scale, TILE, EDITS
-        )
+        above, mass, tied = tally_around(logits_ptr, maxima_ptr, at, V, tiles, edits, edge, highest, scale, TILE, EDITS)
         each = fast_exp2((edge - highest) * scale).to(tl.float64)
         edge_kept = tl.minimum(top_k - above, tied)
         if stage == 1:
@@ -232,19 +219,17 @@ def sample_threshold_kernel(
     if floor > cut:
         cut = floor
     elif kept < equal:
-        last_tied = _last_tied(
-            logits_ptr, edited_ptr, maxima_ptr, row, logits_stride, V, tiles, edited, threshold, kept, TILE, EDITS
-        )
+        last_tied = last_tied_of(logits_ptr, maxima_ptr, at, V, tiles, edits, threshold, kept, TILE, EDITS)
     _bound_kept(
-        logits_ptr, edited_ptr, stats_ptr, record_ptr, row, logits_stride, V, tiles, edited, cut, last_tied, highest,
-        inverse, tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, TILE, EDITS,
+        logits_ptr, stats_ptr, record_ptr, at, V, tiles, edits, cut, last_tied, highest, inverse,
+        tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, TILE, EDITS,
     )  # fmt: skip
 
 
 @triton.jit
 def _bound_kept(
-    logits_ptr, edited_ptr, stats_ptr, record_ptr, row, logits_stride, V, tiles, edited, cut, last_tied, highest,
-    inverse, seed, position, first_id, TILE: tl.constexpr, EDITS: tl.constexpr,
+    logits_ptr, stats_ptr, record_ptr, at, V, tiles, edits, cut, last_tied, highest, inverse, seed, position, first_id,
+    TILE: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """Each tile's bound over the ids kept, their mass, and its first moment."""
     mass_N8 = tl.zeros((TILE // 8, 8), tl.float32)
@@ -253,7 +238,7 @@ def _bound_kept(
         best = -INF
         if tl.load(stats_ptr + MAX * tiles + tile).to(tl.float64) >= cut:
             ids = tile_ids(tile, TILE)
-            values = row_values(logits_ptr, edited_ptr, row, logits_stride, V, ids, edited, EDITS)
+            values = row_values(logits_ptr, at, V, ids, edits, EDITS)
             kept = is_kept(values, ids, cut, last_tied)
             exponent = tl.where(kept, (values - highest) * inverse, -INF)
             weights = fast_exp2(exponent * LOG2_E)
@@ -262,7 +247,7 @@ def _bound_kept(
             words = tile_words(seed, position, first_id, tile, TILE)
             best = bound_of(largest_ratio(weights, words), highest, inverse)
         tl.store(stats_ptr + BEST * tiles + tile, best)
-    tl.store(record_ptr + row * 4, cut)
-    tl.store(record_ptr + row * 4 + 1, (last_tied * 1.0).to(tl.float64))
-    tl.store(record_ptr + row * 4 + 2, tl.sum(tl.sum(mass_N8.to(tl.float64), 1), 0))
-    tl.store(record_ptr + row * 4 + 3, tl.sum(tl.sum(moment_N8.to(tl.float64), 1), 0))
+    tl.store(record_ptr + CUT, cut)
+    tl.store(record_ptr + LAST_TIED, (last_tied * 1.0).to(tl.float64))
+    tl.store(record_ptr + MASS, tl.sum(tl.sum(mass_N8.to(tl.float64), 1), 0))
+    tl.store(record_ptr + RECORD_MOMENT, tl.sum(tl.sum(moment_N8.to(tl.float64), 1), 0))

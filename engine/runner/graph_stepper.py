@@ -27,6 +27,8 @@ from engine.batch import SharedPrefix
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.sample_top import sample_top
+from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
@@ -88,12 +90,14 @@ class GraphStepper:
         self._pool = kv_pool
         self._counters = counters
         self._tiers = tiers_up_to(max_rows)
-        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._captured: dict[tuple[int, bool, StepModes], Captured] = {}
+        table.edits = DeviceEdits(len(table.new_S), spec.vocab_size, spec.context_len, kv_pool.device)
+        self._moves = 0
         on_gpu = kv_pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
         self._memory, self._anchor = anchored_pool(self._stream) if self._stream is not None else (None, None)
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
-        self._drawn = SampleOut.empty(max_rows, kv_pool.device)
+        self._drawn = SampleOut.empty(max_rows, kv_pool.device, entropy=True)
         # The largest buffers come first: those of smaller tiers then lie inside them.
         self._size = self._plan(max_rows, shared=not deterministic).size
         self.graph_bytes = 0
@@ -121,7 +125,8 @@ class GraphStepper:
         rows, columns = plan.page_tables_BP.shape
         tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
         shared = bool(plan.prefixes)
-        captured = self._captured.get((tier, shared)) or self._capture(tier, shared)
+        self._drop_moved()
+        captured = self._captured.get((tier, shared, plan.modes)) or self._capture(tier, shared, plan.modes)
         padded = np.full(tier, -1, dtype=np.int64)
         padded[:rows] = plan.slots
         captured.slots_B.copy_(_pinned(padded), non_blocking=True)
@@ -144,7 +149,34 @@ class GraphStepper:
     def _plan(self, tier: int, shared: bool) -> DecodeMetadata:
         return self._backend.plan_decode_buffers(tier, self._requests.pages_SP.shape[1], self._pool, shared)
 
-    def _capture(self, tier: int, shared: bool) -> Captured:
+    def _drop_moved(self) -> None:
+        """Forget the steps that know buffers of edits or columns which have grown since."""
+        table = self._table
+        moves = table.columns.generation + (0 if table.edits is None else table.edits.generation)
+        if moves == self._moves:
+            return
+        self._moves = moves
+        if self._memory is not None:
+            torch.cuda.synchronize(self._pool.device)
+        for key in [key for key in self._captured if key[2].extra]:
+            del self._captured[key]
+
+    def _sampling(self, slots_B: torch.Tensor, modes: StepModes) -> SampleColumns:
+        table = self._table
+        return SampleColumns(
+            table.temperature_S,
+            table.top_k_S,
+            table.top_p_S,
+            table.min_p_S,
+            table.seed_S,
+            table.position_S,
+            table.active_S,
+            slots_B,
+            table.edits.columns if modes.edits and table.edits is not None else None,
+            definition_S=table.definition_S,
+        )
+
+    def _capture(self, tier: int, shared: bool, modes: StepModes) -> Captured:
         device = self._pool.device
         metadata = self._plan(tier, shared)
         slots_B = torch.full((tier,), -1, dtype=torch.int64, device=device)
@@ -154,17 +186,9 @@ class GraphStepper:
             tier, metadata.size.num_heads, metadata.size.head_dim, dtype=self._pool.dtype, device=device
         )
         table = self._table
-        columns = SampleColumns(
-            table.temperature_S,
-            table.top_k_S,
-            table.top_p_S,
-            table.min_p_S,
-            table.seed_S,
-            table.position_S,
-            table.active_S,
-            slots_B,
-        )
-        drawn = _head(self._drawn, tier)
+        columns = self._sampling(slots_B, modes)
+        drawn = self._drawn.head(tier, entropy=modes.columns)
+        every = modes.columns or modes.top
 
         def attend(q_BNH: torch.Tensor, layer: int) -> torch.Tensor:
             self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer)
@@ -183,8 +207,11 @@ class GraphStepper:
             )
             metadata.cut()
             hidden_BD = self._forward.hidden(ids_B, positions_B, metadata.write_slots_B, attend)
-            sample_rows(self._forward.logits(hidden_BD), columns, drawn, self._workspace)
-            advance_rows(table, slots_B, drawn)
+            logits_BV = self._forward.logits(hidden_BD)
+            sample_rows(logits_BV, columns, drawn, self._workspace, truncated=modes.truncated, every=every)
+            if modes.top:
+                sample_top(logits_BV, table, columns, drawn, self._workspace)
+            advance_rows(table, slots_B, drawn, count=modes.edits)
 
         began = time.perf_counter()
         replay = self._record(step, self._stream) if self._stream is not None else None
@@ -192,7 +219,7 @@ class GraphStepper:
         self._counters.graph_capture_seconds += time.perf_counter() - began
         scratch = (ids_B, positions_B, out_BNH)
         captured = Captured(replay or step, replay is not None, slots_B, metadata, scratch)
-        self._captured[tier, shared] = captured
+        self._captured[tier, shared, modes] = captured
         return captured
 
     @torch.inference_mode()
@@ -213,18 +240,6 @@ class GraphStepper:
             return None
         self.graph_bytes += max(1, free - torch.cuda.mem_get_info(self._pool.device)[0])
         return graph.replay
-
-
-def _head(drawn: SampleOut, rows: int) -> SampleOut:
-    return SampleOut(
-        drawn.ids_B[:rows],
-        drawn.raw_B[:rows],
-        drawn.temperature_B[:rows],
-        drawn.processed_B[:rows],
-        drawn.lse_B[:rows],
-        drawn.score_B[:rows],
-        drawn.bad_B[:rows],
-    )
 
 
 def _pinned(array: np.ndarray) -> torch.Tensor:

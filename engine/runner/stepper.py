@@ -29,24 +29,31 @@ from engine.types import Want
 
 @dataclass(slots=True, frozen=True)
 class StepModes:
-    """What a step computes beyond drawing plain rows: edits of logits, the ring columns of every
-    definition and of entropy, alternatives. Rows that need none of it pay nothing for others."""
+    """What a step computes beyond drawing plain rows: truncation, edits of logits, the ring columns of
+    every definition and of entropy, alternatives. Rows that need none of it pay nothing for others."""
 
+    truncated: bool = False
     edits: bool = False
     columns: bool = False
     top: bool = False
 
+    @property
+    def extra(self) -> bool:
+        """Whether buffers are involved that are made, and grow, when rows ask."""
+        return self.edits or self.columns or self.top
+
     @staticmethod
     def of(samples: Sequence[Sample]) -> StepModes:
         """The least that serves these samples for a burst that begins now."""
-        edits = columns = top = False
+        truncated = edits = columns = top = False
         for sample in samples:
             row = sample.row
+            truncated = truncated or row.truncates
             edits = edits or (row.may_edit and row.edits_at(sample.length))
             if not row.bare:
                 columns = columns or bool(row.want.extra_logprobs) or row.want.entropy
                 top = top or row.want.top_logprobs > 0
-        return StepModes(edits, columns, top)
+        return StepModes(truncated, edits, columns, top)
 
 
 class HostResult:

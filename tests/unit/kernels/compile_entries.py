@@ -25,9 +25,11 @@ from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
 from engine.memory.device_table import DeviceTable
+from engine.types import Want
 
 BF16 = torch.bfloat16
 LAYERS = {
@@ -111,16 +113,22 @@ def sampling(capability: int, edits: bool | None = None, vocab: int = 3_000, til
 
     given, wide, single = None, torch.float64, torch.float32
     if edits:
-        lists = torch.zeros(2, 4, dtype=torch.int32)
-        counts = torch.zeros(2, vocab, dtype=torch.int16)
+        counts, bias = torch.zeros(2, vocab, dtype=torch.int16), torch.zeros(2, vocab)
         penalties = (column(single) for _ in range(3))
-        given = EditColumns(*penalties, counts, lists, lists.float(), lists, column(torch.int64))
+        rows = [column(torch.int32) for _ in range(3)]
+        given = EditColumns(*penalties, rows[0], counts, rows[1], rows[2], bias, column(torch.int64))
     columns = SampleColumns(
         column(wide), column(torch.int32), column(wide), column(wide), column(torch.int64), column(torch.int64),
         column(torch.uint8), column(torch.int64) if edits else None, given,
     )  # fmt: skip
-    workspace = SampleWorkspace.empty(2, vocab, "cpu", edits, tile)
-    sample_rows(torch.zeros(2, vocab, dtype=BF16), columns, SampleOut.empty(2, "cpu", edits), workspace, count=edits)
+    workspace = SampleWorkspace.empty(2, vocab, "cpu", tile)
+    logits, out = torch.zeros(2, vocab, dtype=BF16), SampleOut.empty(2, "cpu", edits)
+    columns.definition_S = column(torch.int32)
+    sample_rows(logits, columns, out, workspace, every=edits)
+    if edits:
+        table = DeviceTable(2, 4, torch.device("cpu"))
+        table.columns.admit([0], [Want(top_logprobs=5, entropy=True)])
+        sample_top(logits, table, columns, out, workspace)
 
 
 def _rows(

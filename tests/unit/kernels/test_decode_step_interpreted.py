@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 
 from engine.kernels.decode_step import advance_rows, gather_rows, gather_rows_reference
 from engine.kernels.sample_columns import SampleOut
+from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import BAD, DEFINITIONS, RUNNING, STOPPED, DeviceTable, RowState
 from engine.runner.stepper import advance
+from engine.sampling.params import RowSampling
+from engine.sampling.sampler import SampleResult
+from engine.types import SamplingParams, Want
 
 PAGE, COLUMNS, RING, STEPS = 4, 4, 4, 7
 SLOTS = torch.tensor([4, -1, 0, 5, 2, -1, 1, 3])
@@ -23,15 +28,20 @@ ROWS = {
     4: (7, 3, 99, (900,)),
     5: (FULL, 5, 5, ()),
 }
+ROW = RowSampling(SamplingParams(presence_penalty=1.0), Want(entropy=True), 0, np.array([1]))
+VOCAB = 1_000
 LAST_STOP = 800 + DeviceTable.MAX_STOPS - 1
 
 
 def make_table() -> DeviceTable:
     """Slots 0 to 4 run, 5 has finished with its pages full, 6 was never handed out."""
     table = DeviceTable(7, RING, torch.device("cpu"))
+    table.edits = DeviceEdits(7, VOCAB, 100, torch.device("cpu"))
     table.admit(
         [
-            RowState(slot, 50 + slot, computed, new, most, slot, 1.0, 0, 1.0, 0.0, slot % len(DEFINITIONS), stop_ids)
+            RowState(
+                slot, 50 + slot, computed, new, most, slot, 1.0, 0, 1.0, 0.0, slot % len(DEFINITIONS), stop_ids, ROW
+            )
             for slot, (computed, new, most, stop_ids) in ROWS.items()
         ]
     )
@@ -42,9 +52,9 @@ def make_table() -> DeviceTable:
 def drawn_at(step: int) -> SampleOut:
     """Slot 2 draws its last stop id at step 1, slot 4 is bad at step 2. Padding is nonsense."""
     noise = torch.Generator().manual_seed(step)
-    drawn = SampleOut.empty(len(SLOTS), "cpu")
+    drawn = SampleOut.empty(len(SLOTS), "cpu", entropy=True)
     drawn.ids_B.copy_(torch.randint(0, 500, (len(SLOTS),), generator=noise))
-    for column in (drawn.raw_B, drawn.temperature_B, drawn.processed_B):
+    for column in (drawn.raw_B, drawn.temperature_B, drawn.processed_B, drawn.entropy_B):
         column.copy_(torch.randn(len(SLOTS), generator=noise))
     drawn.bad_B.copy_((SLOTS < 0) | ((SLOTS == 4) & (step == 2)))
     drawn.ids_B[SLOTS < 0] = 900
@@ -57,6 +67,8 @@ def assert_equal_tables(table: DeviceTable, expected: DeviceTable) -> None:
     for name, column in vars(expected).items():
         if isinstance(column, torch.Tensor):
             assert torch.equal(getattr(table, name), column), name
+    assert torch.equal(table.columns.values_CSW, expected.columns.values_CSW)
+    assert torch.equal(table.edits.columns.counts_CV, expected.edits.columns.counts_CV)
 
 
 def test_steps_equal_their_references() -> None:
@@ -77,10 +89,23 @@ def test_steps_equal_their_references() -> None:
         assert_equal_tables(table, reference)
 
         drawn = drawn_at(step)
-        advance_rows(table, SLOTS, drawn)
+        advance_rows(table, SLOTS, drawn, count=True)
         by_definition = torch.stack([getattr(drawn, f"{name}_B") for name in DEFINITIONS])
         logprobs_B = by_definition.gather(0, reference.definition_S[SLOTS.clamp(min=0)].long()[None])[0]
-        advance(reference, SLOTS[active], drawn.ids_B[active], logprobs_B[active], drawn.bad_B[active] != 0)
+        advance(
+            reference,
+            SLOTS[active],
+            SampleResult(
+                drawn.ids_B[active],
+                logprobs_B[active],
+                drawn.bad_B[active] != 0,
+                {name: getattr(drawn, f"{name}_B")[active] for name in DEFINITIONS},
+                drawn.entropy_B[active],
+            ),
+        )
+        counted = active & (drawn.bad_B == 0)
+        counts = reference.edits.columns
+        counts.counts_CV[counts.count_row_S[SLOTS[counted]].long(), drawn.ids_B[counted]] += 2
         assert_equal_tables(table, reference)
     assert table.finished_S.tolist() == [RUNNING, RUNNING, STOPPED, STOPPED, BAD, STOPPED, STOPPED]
     assert table.new_S.tolist() == [STEPS, 6 + STEPS, 4, 4, 5, 5, 0]

@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 
 from engine.kernels.philox import noise_words
-from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows, sample_rows_reference
+from engine.kernels.sample_top import sample_top
+from engine.memory.device_edits import DeviceEdits
+from engine.memory.device_table import DEFINITIONS, DeviceTable
 from engine.sampling.noise import HostNoise
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
@@ -47,29 +50,9 @@ def columns_of(rows: list[RowSampling], positions: list[int], vocab: int = VOCAB
     def column(values, dtype=torch.float64) -> torch.Tensor:
         return torch.tensor(list(values), dtype=dtype)
 
-    params, single = [row.params for row in rows], torch.float32
-    counts_SV = torch.zeros(len(rows), vocab, dtype=torch.int16)
-    bias_ids_SN = torch.full((len(rows), 2), -1, dtype=torch.int32)
-    bias_SN = torch.zeros(len(rows), 2)
-    stop_ids_SN = torch.full((len(rows), 3), -1, dtype=torch.int32)
-    for slot, row in enumerate(rows):
-        counts_SV[slot, PROMPT.astype(np.int64)] += 1
-        for token in OUTPUT:
-            counts_SV[slot, token] += 2
-        for n, (token, bias) in enumerate(row.params.logit_bias.items()):
-            bias_ids_SN[slot, n], bias_SN[slot, n] = token, bias
-        for n, token in enumerate(sorted(row.stop_ids)):
-            stop_ids_SN[slot, n] = token
-    edits = EditColumns(
-        column((p.repetition_penalty for p in params), single),
-        column((p.frequency_penalty for p in params), single),
-        column((p.presence_penalty for p in params), single),
-        counts_SV,
-        bias_ids_SN,
-        bias_SN,
-        stop_ids_SN,
-        column((row.prompt_len + row.params.min_new for row in rows), torch.int64),
-    )
+    params = [row.params for row in rows]
+    edits = DeviceEdits(len(rows), vocab, 100, torch.device("cpu"))
+    edits.admit(list(range(len(rows))), rows)
     return SampleColumns(
         temperature_S=column(p.temperature for p in params),
         top_k_S=column((p.top_k for p in params), torch.int32),
@@ -78,7 +61,7 @@ def columns_of(rows: list[RowSampling], positions: list[int], vocab: int = VOCAB
         seed_S=torch.from_numpy(np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)),
         position_S=column(positions, torch.int64),
         active_S=torch.ones(len(rows), dtype=torch.uint8),
-        edits=edits,
+        edits=edits.columns,
     )
 
 
@@ -115,7 +98,7 @@ def test_rows_of_all_kinds_equal_the_hosts_sampler():
     host = Sampler(VOCAB, "cpu").sample(logits_BV, rows, positions)
     columns = columns_of(rows, positions)
     out = SampleOut.empty(count, "cpu", entropy=True)
-    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(count, VOCAB, "cpu", edits=True, tile=TILE))
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(count, VOCAB, "cpu", tile=TILE))
     assert out.ids_B.tolist() == host.ids.tolist()
     greedy = np.array([row.greedy for row in rows])
     for actual, wanted in (
@@ -139,7 +122,7 @@ def test_slots_padding_and_inactive_rows():
     out, expected = SampleOut.empty(5, "cpu", entropy=True), SampleOut.empty(5, "cpu", entropy=True)
     for result in (out, expected):
         result.ids_B.fill_(-7)
-    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", edits=True, tile=TILE))
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", tile=TILE))
     sample_rows_reference(logits_BV, columns, expected)
     assert out.ids_B[[1, 2]].tolist() == [-7, -7] and (out.ids_B[[0, 3, 4]] >= 0).all()
     assert_equal_columns(out, expected)
@@ -155,7 +138,7 @@ def test_unusable_logits_stay_in_their_row(kind):
     rows = host_rows(len(PARAMS), Want())[kind : kind + 1] * 5
     columns = columns_of(rows, [13] * 5)
     out = SampleOut.empty(5, "cpu", entropy=True)
-    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", edits=True, tile=TILE))
+    sample_rows(logits_BV, columns, out, SampleWorkspace.empty(5, VOCAB, "cpu", tile=TILE))
     assert out.bad_B.tolist() == [0, 1, 1, 1, 0]
     assert_equal_columns(out, sample_rows_reference(logits_BV, columns, SampleOut.empty(5, "cpu", entropy=True)))
 
@@ -178,14 +161,51 @@ def test_two_vocabulary_shards_agree_with_the_whole():
     torch.testing.assert_close(lse, torch.logsumexp(logits_BV, -1), atol=1e-5, rtol=0)
 
 
-def test_drawn_ids_are_counted():
-    rows = host_rows(len(PARAMS), Want())[9:12]
-    columns = columns_of(rows, [13] * len(rows))
-    before = columns.edits.counts_SV.clone()
-    logits_BV = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(5))
-    out = SampleOut.empty(len(rows), "cpu")
-    workspace = SampleWorkspace.empty(len(rows), VOCAB, "cpu", edits=True, tile=TILE)
-    sample_rows(logits_BV, columns, out, workspace, count=True)
-    for slot in (1, 2):  # the rows with penalties
-        before[slot, out.ids_B[slot]] += 2
-    assert torch.equal(columns.edits.counts_SV, before)
+@pytest.mark.parametrize("width", [4, 150])
+def test_alternatives_and_entropy_equal_the_hosts(width):
+    """Of every definition; with few ids left by truncation; more than there are finite logits."""
+    kinds = [1, 2, 3, 5, 10, 11, 12, 9]
+    definitions = ["raw", "temperature", "processed"]
+    params = [SamplingParams(**PARAMS[kind]) for kind in kinds]
+    wants = [Want(logprobs=definitions[i % 3], top_logprobs=max(1, width - i), entropy=True) for i in range(len(kinds))]
+    wants[3] = Want(logprobs="processed", top_logprobs=width, entropy=True)
+    rows = [RowSampling(p, w, 9 + i, PROMPT, (0,), OUTPUT) for i, (p, w) in enumerate(zip(params, wants, strict=True))]
+    logits_BV = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(6)) * 3
+    logits_BV[2] = (logits_BV[2]).round()
+    logits_BV[4, 20:120] = -float("inf")
+    positions = [13] * len(rows)
+    host = Sampler(VOCAB, "cpu").sample(logits_BV, rows, positions)
+    columns = columns_of(rows, positions)
+    columns.definition_S = torch.tensor([DEFINITIONS.index(w.logprobs) for w in wants], dtype=torch.int32)
+    table = DeviceTable(len(rows), 4, torch.device("cpu"))
+    table.columns.admit(list(range(len(rows))), wants)
+    table.new_S.fill_(6)
+    out = SampleOut.empty(len(rows), "cpu", entropy=True)
+    workspace = SampleWorkspace.empty(len(rows), VOCAB, "cpu", tile=TILE)
+    sample_rows(logits_BV, columns, out, workspace)
+    sample_top(logits_BV, table, columns, out, workspace)
+    torch.testing.assert_close(out.entropy_B, host.entropy, atol=2e-5, rtol=1e-5)
+    for row, want in enumerate(wants):
+        at = table.columns.top_row(row), 6 % 4
+        ids = table.columns.top_ids_RWK[at][: want.top_logprobs]
+        values = table.columns.top_logprobs_RWK[at][: want.top_logprobs]
+        order = np.lexsort((ids, -values))
+        assert ids[order].tolist() == host.top_ids[row, : want.top_logprobs].tolist(), row
+        expected = host.top_logprobs[row, : want.top_logprobs]
+        torch.testing.assert_close(values[order], expected, atol=2e-5, rtol=1e-5)
+
+
+def test_one_definition_costs_no_other():
+    rows = host_rows(6, Want())
+    columns = columns_of(rows, [13] * 6)
+    columns.definition_S = torch.tensor([0, 1, 2, 0, 2, 1], dtype=torch.int32)
+    logits_BV = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(7)) * 2
+    every, one = SampleOut.empty(6, "cpu"), SampleOut.empty(6, "cpu")
+    workspace = SampleWorkspace.empty(6, VOCAB, "cpu", tile=TILE)
+    sample_rows(logits_BV, columns, every, workspace)
+    sample_rows(logits_BV, columns, one, workspace, every=False)
+    assert one.ids_B.tolist() == every.ids_B.tolist()
+    for row, definition in enumerate(columns.definition_S.tolist()):
+        name = f"{DEFINITIONS[definition]}_B"
+        assert getattr(one, name)[row] == getattr(every, name)[row]
+    assert one.raw_B.isnan().tolist() == [False, True, False, False, False, True]

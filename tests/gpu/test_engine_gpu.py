@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FUZZ_SECONDS = 45
+FUZZ_SECONDS = 30
 
 
 def work():

@@ -45,9 +45,9 @@ def test_tokens_and_columns_equal_the_host(vocab):
     assert device.ids.tolist() == host.ids.tolist()
     assert device.top_ids.tolist() == host.top_ids.tolist()
     for name in ("logprobs", "entropy", "top_logprobs"):
-        torch.testing.assert_close(getattr(device, name).cpu(), getattr(host, name), atol=1e-5, rtol=0, equal_nan=True)
+        torch.testing.assert_close(getattr(device, name).cpu(), getattr(host, name), atol=3e-5, rtol=0, equal_nan=True)
     for name, column in host.extra_logprobs.items():
-        torch.testing.assert_close(device.extra_logprobs[name].cpu(), column, atol=1e-5, rtol=0, equal_nan=True)
+        torch.testing.assert_close(device.extra_logprobs[name].cpu(), column, atol=3e-5, rtol=0, equal_nan=True)
 
 
 def test_triton_computes_the_same_words():

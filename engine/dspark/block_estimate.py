@@ -1,0 +1,123 @@
+"""What a whole window would have yielded where only part of it was verified.
+
+Owns the bounds on the tokens a full block would have emitted. Ignores how windows were chosen.
+
+A step that verified w of its drafts and kept a < w of them is known exactly: a + 1. Where all w were
+kept, the drafts beyond w live on here. As later steps emit the very tokens that were drafted, their
+log-probabilities under the target give the chance that draft w + o would have been accepted:
+S <- S · min(1, p / q), and each S adds to the expected length. Where the emitted token differs the
+chance of that draft is unknown: the lower bound ends, and the upper bound takes the rest as S each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class CeilingSums:
+    """Over closed steps: tokens emitted, and bounds of what whole windows would have emitted."""
+
+    steps: int = 0
+    exact: int = 0
+    emitted: float = 0.0
+    lower: float = 0.0
+    upper: float = 0.0
+
+    def add(self, other: CeilingSums) -> None:
+        self.steps += other.steps
+        self.exact += other.exact
+        self.emitted += other.emitted
+        self.lower += other.lower
+        self.upper += other.upper
+
+
+@dataclass(slots=True)
+class _Open:
+    """A trimmed step of one request: drafts still to be met, and log q of each."""
+
+    emitted: int
+    drafts: list[int]
+    log_q: list[float]
+    met: int = 0
+    survival: float = 1.0
+    gained: float = 0.0
+
+
+class BlockEstimate:
+    """Open steps by request. `sums` grows as they close."""
+
+    def __init__(self) -> None:
+        self.sums = CeilingSums()
+        self._open: dict[Hashable, list[_Open]] = {}
+
+    def step(
+        self,
+        request: Hashable,
+        drafts: Sequence[int],
+        log_q: Sequence[float],
+        verified: int,
+        accepted: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+    ) -> None:
+        """One verify step: all drafts made with their log q, how many were verified and accepted, and the
+        tokens it emitted with their log p under the target (fewer than accepted + 1 after a stop)."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self._meet(request, token, logprob)
+        emitted = len(tokens)
+        if verified == len(drafts) or accepted < verified or emitted <= accepted:
+            self._close(emitted, emitted, emitted, exact=True)
+            return
+        trimmed = _Open(emitted, list(drafts[verified:]), list(log_q[verified:]))
+        self._open.setdefault(request, []).append(trimmed)
+        # The bonus was drawn where the first trimmed draft stands.
+        self._meet_one(trimmed, tokens[-1], logprobs[-1])
+        self._sweep(request)
+
+    def plain(self, request: Hashable, token: int, logprob: float) -> None:
+        """A token from a step without drafts."""
+        self._meet(request, token, logprob)
+
+    def end(self, request: Hashable, stopped: bool) -> None:
+        """The request is over. After a stop nothing more would have been emitted; else the rest stays open."""
+        for part in self._open.pop(request, []):
+            base = part.emitted + part.gained
+            self._close(part.emitted, base, base if stopped else base + part.survival * (len(part.drafts) - part.met))
+
+    def _meet(self, request: Hashable, token: int, logprob: float) -> None:
+        for part in self._open.get(request, []):
+            self._meet_one(part, token, logprob)
+        self._sweep(request)
+
+    def _meet_one(self, part: _Open, token: int, logprob: float) -> None:
+        if part.met < 0 or part.met == len(part.drafts):
+            return
+        if token != part.drafts[part.met]:
+            base = part.emitted + part.gained
+            self._close(part.emitted, base, base + part.survival * (len(part.drafts) - part.met))
+            part.met = -1
+            return
+        part.survival *= min(1.0, math.exp(logprob - part.log_q[part.met]))
+        part.gained += part.survival
+        part.met += 1
+        if part.met == len(part.drafts):
+            base = part.emitted + part.gained
+            self._close(part.emitted, base, base)
+
+    def _sweep(self, request: Hashable) -> None:
+        """Let go of what has closed."""
+        left = [part for part in self._open.get(request, []) if 0 <= part.met < len(part.drafts)]
+        if left:
+            self._open[request] = left
+        else:
+            self._open.pop(request, None)
+
+    def _close(self, emitted: float, lower: float, upper: float, exact: bool = False) -> None:
+        self.sums.steps += 1
+        self.sums.exact += exact
+        self.sums.emitted += emitted
+        self.sums.lower += lower
+        self.sums.upper += upper

@@ -1,0 +1,217 @@
+"""How long a step will take.
+
+Owns one linear model of step time, refined by every measured step, and its record of being wrong.
+Ignores what a step is worth (`engine.dspark.planner`).
+
+    T = rows(R) + [drafting] · draft(R) + tier(M) + κ₁ · tokens read + κ₂ · Σ context · queries
+
+`rows`, `draft` and `tier` are piecewise linear between knots: the number of requests, and the real
+graph tiers, so that a staircase of tiers is met exactly. Tokens read are distinct ones, as a prefix
+shared by a group is read once. The fit is recursive least squares on relative error, from a start-up
+sweep on, over coefficients that may wander (a Kalman filter), so that old steps fade where new ones
+speak, and nowhere else. It never sees which tokens were drafted, so that planning on it leaks nothing.
+
+Shapes: D coefficients, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from engine.errors import InvalidRequest
+
+_KV_UNIT = 65_536.0
+"""Tokens per unit of the context terms, to keep coefficients of one size."""
+_FIRST_VARIANCE = 100.0
+"""Of a coefficient, in units of the first step's time; also the most that is ever left unknown."""
+_NOISE_VARIANCE = 0.02**2
+"""Of a step's time around its own mean, relative."""
+_SCALE_FADE = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What decides a step's time: `rows` requests, `tier` verify rows with padding, whether a draft is
+    made, distinct context tokens read, and the sum over requests of context times queries."""
+
+    rows: int
+    tier: int
+    drafting: bool
+    tokens_read: float = 0.0
+    context_queries: float = 0.0
+
+
+class CostKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a fitted model holds for; a table of another key is refused."""
+
+    model: str
+    device: str
+    graphs: str
+
+
+@dataclass(slots=True)
+class CostErrors:
+    """Prediction against measurement, of predictions made before the step was seen; seconds."""
+
+    steps: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    predicted: float = 0.0
+    measured: float = 0.0
+    outliers: int = 0
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    key: CostKey
+    row_knots: list[int]
+    tier_knots: list[int]
+    coefficients: list[float]
+    covariance: list[list[float]]
+    unit: float
+    observed: int
+    shortest: float
+
+
+class CostModel:
+    """`wander` is how far a coefficient may move between two steps, in units of a step's time; a few
+    hundred steps outweigh what was known before at the default."""
+
+    def __init__(self, row_knots: Sequence[int], tier_knots: Sequence[int], wander: float = 2e-4) -> None:
+        self._row_knots, self._tier_knots = _knots(row_knots), _knots(tier_knots)
+        self._wander = wander
+        # The first tier costs nothing beside its rows, or the two would be told apart by nothing.
+        size = 2 * len(self._row_knots) + len(self._tier_knots) - 1 + 2
+        self._coefficients_D = np.zeros(size)
+        self._covariance_DD = np.eye(size) * _FIRST_VARIANCE
+        self._residual_scale = 0.05
+        self._unit = 1.0
+        self._shortest = math.inf
+        self.observed = 0
+        self.errors = CostErrors()
+
+    def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
+        """Fit the start-up sweep, as one and without counting errors."""
+        for shape, seconds in sweep:
+            self._learn(self._features(shape), seconds, 0.0, bounded=False)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Take in a measured step. A step far off what was predicted moves the fit a bounded way."""
+        if not (np.isfinite(seconds) and seconds > 0.0):
+            return
+        if self.observed:
+            predicted = float(self.predict([shape])[0])
+            self.errors.steps += 1
+            self.errors.absolute += abs(predicted - seconds)
+            self.errors.relative += abs(predicted - seconds) / seconds
+            self.errors.predicted += predicted
+            self.errors.measured += seconds
+        bounded = self.observed >= len(self._coefficients_D)
+        self._learn(self._features(shape), seconds, self._wander, bounded)
+
+    def predict(self, shapes: Sequence[StepShape]) -> np.ndarray:
+        """Seconds float64 [C], never below a tenth of the shortest step seen."""
+        seconds_C = np.stack([self._features(shape) for shape in shapes]) @ self._coefficients_D * self._unit
+        floor = 0.1 * self._shortest if np.isfinite(self._shortest) else 1e-9
+        return np.maximum(seconds_C, floor)
+
+    def save(self, path: Path, key: CostKey) -> None:
+        table = _Table(
+            key=key,
+            row_knots=[int(k) for k in self._row_knots],
+            tier_knots=[int(k) for k in self._tier_knots],
+            coefficients=self._coefficients_D.tolist(),
+            covariance=self._covariance_DD.tolist(),
+            unit=self._unit,
+            observed=self.observed,
+            shortest=self._shortest,
+        )
+        path.write_bytes(msgspec.json.encode(table))
+
+    @staticmethod
+    def load(path: Path, key: CostKey) -> CostModel:
+        """Raises `InvalidRequest` where the file is not a table of exactly this key."""
+        try:
+            table = msgspec.json.decode(path.read_bytes(), type=_Table)
+        except (OSError, msgspec.DecodeError) as error:
+            raise InvalidRequest(field=str(path), expected="a stored cost table", actual=error) from error
+        if table.key != key:
+            raise InvalidRequest(field=str(path), expected=f"a table for {key}", actual=table.key)
+        model = CostModel(table.row_knots, table.tier_knots)
+        coefficients_D, covariance_DD = np.array(table.coefficients), np.array(table.covariance)
+        if coefficients_D.shape != model._coefficients_D.shape or covariance_DD.shape != model._covariance_DD.shape:
+            raise InvalidRequest(
+                field=str(path), expected=f"{len(model._coefficients_D)} coefficients", actual="others"
+            )
+        model._coefficients_D, model._covariance_DD = coefficients_D, covariance_DD
+        model._unit, model.observed, model._shortest = table.unit, table.observed, table.shortest
+        return model
+
+    def _features(self, shape: StepShape) -> np.ndarray:
+        rows = _hat(self._row_knots, shape.rows)
+        draft = rows if shape.drafting else np.zeros_like(rows)
+        context = (shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT)
+        return np.concatenate((rows, draft, _hat(self._tier_knots, shape.tier)[1:], context))
+
+    def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:
+        """One step of the filter on the relative error, 1 - prediction / seconds."""
+        if not self.observed:
+            self._unit = float(seconds)
+        scaled_D = features_D * (self._unit / seconds)
+        residual = 1.0 - float(scaled_D @ self._coefficients_D)
+        if bounded:
+            limit = 4.0 * max(self._residual_scale, 0.01)
+            self.errors.outliers += abs(residual) > limit
+            residual = float(np.clip(residual, -limit, limit))
+        reach_D = self._covariance_DD @ scaled_D
+        gain_D = reach_D / (_NOISE_VARIANCE + scaled_D @ reach_D)
+        self._coefficients_D = self._coefficients_D + gain_D * residual
+        left_DD = self._covariance_DD - np.outer(gain_D, reach_D)
+        left_DD = (left_DD + left_DD.T) / 2.0 + np.eye(len(gain_D)) * wander**2
+        # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
+        shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / left_DD.diagonal().clip(min=1e-30)))
+        self._covariance_DD = left_DD * np.outer(shrink_D, shrink_D)
+        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * abs(residual)
+        self._shortest = min(self._shortest, float(seconds))
+        self.observed += 1
+
+
+def sweep_shapes(
+    row_knots: Sequence[int], tiers: Sequence[int], max_drafts: int, contexts: Sequence[int]
+) -> list[StepShape]:
+    """Steps worth measuring once at start-up: every row knot without drafts and with the smallest, the
+    middle and the largest tier it can fill, at each context length."""
+    shapes = []
+    for rows in row_knots:
+        fitting = [tier for tier in tiers if rows <= tier <= rows * (1 + max_drafts)]
+        plain = min((tier for tier in tiers if tier >= rows), default=rows)
+        for context in contexts:
+            read = float(rows * context)
+            shapes.append(StepShape(rows, plain, False, read, read))
+            for tier in sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]} if fitting else set()):
+                shapes.append(StepShape(rows, tier, True, read, float(tier * context)))
+    return shapes
+
+
+def _knots(values: Sequence[int]) -> np.ndarray:
+    knots = np.array(sorted(set(values)), dtype=np.float64)
+    assert len(knots) >= 1 and knots[0] >= 0, "a cost model needs knots"
+    return knots
+
+
+def _hat(knots: np.ndarray, value: float) -> np.ndarray:
+    """Weights of a piecewise linear function at `value`: flat below the first knot, straight on above
+    the last."""
+    weights = np.zeros(len(knots))
+    if len(knots) == 1 or value <= knots[0]:
+        weights[0] = 1.0
+        return weights
+    right = min(int(np.searchsorted(knots, value)), len(knots) - 1)
+    share = (value - knots[right - 1]) / (knots[right] - knots[right - 1])
+    weights[right - 1], weights[right] = 1.0 - share, share
+    return weights

@@ -1,0 +1,215 @@
+"""How many drafts are worth verifying.
+
+Owns a step's budget and how it is spent. Ignores where survivals come from (`engine.dspark.survival`)
+and how time is predicted (`engine.dspark.cost_model`).
+
+Verification is exact only while the admission of a draft does not depend on its own value or on any
+later one of its request. Confidence k + 1 reads draft k, so the *budget* comes from what was known two
+steps ago, never from this step's confidences; *spending* it goes down the fresh survivals, where a
+request's later drafts never outrank its earlier ones, and ties are broken by position, then by
+request, never by token.
+
+Shapes: B requests, G drafts a request, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.dspark.cost_model import CostModel, StepShape
+
+_FORCED = 2.0
+_BARRED = -1.0
+
+
+class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step, as rank 0 sends it to the others: a whole, so that no rank can hold half of it.
+
+    `slots` are the rows in order. `drafting` says whether the drafter runs; `budget` is how many drafts
+    are verified over all rows, at most, and `tier` the verify rows of the step with padding. `lens` are
+    the drafts verified by row; a plan made before drafting has none yet (`spent` fills them in). A
+    `probe` drafts although it is not expected to pay.
+    """
+
+    step: int
+    slots: list[int]
+    drafting: bool
+    budget: int
+    tier: int
+    lens: list[int]
+    probe: bool = False
+
+    def spent(self, lens: Sequence[int]) -> StepPlan:
+        assert sum(lens) <= self.budget and len(lens) == len(self.slots), f"{sum(lens)} drafts over {self.budget}"
+        return msgspec.structs.replace(self, lens=list(lens))
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> StepPlan:
+        return msgspec.msgpack.decode(data, type=StepPlan)
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What is known of a step's requests before it drafts.
+
+    `survival_BG`: chance that drafts up to each position are accepted, from old confidences or priors.
+    Between `least_B` and `most_B` drafts of each request are verified; `context_B` are its tokens.
+    `tokens_read` counts distinct tokens of all contexts.
+    """
+
+    survival_BG: np.ndarray
+    least_B: np.ndarray
+    most_B: np.ndarray
+    context_B: np.ndarray
+    tokens_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`tokens` expected over `seconds` predicted."""
+
+    drafting: bool
+    budget: int
+    tier: int
+    tokens: float
+    seconds: float
+    probe: bool = False
+
+
+class Planner:
+    """`tiers` are the verify-row counts that graphs exist for, ascending; None where every count is one
+    (no graphs). A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
+    in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
+    change."""
+
+    def __init__(
+        self, cost: CostModel, tiers: Sequence[int] | None, hysteresis: float = 0.01, probe_every: int = 64
+    ) -> None:
+        assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
+        self._cost = cost
+        self._tiers = None if tiers is None else np.array(tiers)
+        self._hysteresis = hysteresis
+        self._probe_every = probe_every
+        self._last: tuple[bool, int] | None = None
+        self._without = 0
+
+    def choose(self, outlook: Outlook, allowed: bool = True) -> Choice:
+        """The budget and tier of most expected tokens per predicted second, drafting nothing included.
+
+        `allowed` false (an off-switch) leaves only that, except when a probe is due.
+        """
+        rows = len(outlook.most_B)
+        plain = self._plain(outlook, rows)
+        candidates = [plain, *self._drafting(outlook, rows)]
+        probe = self._without >= self._probe_every and len(candidates) > 1
+        if probe:
+            candidates = candidates[1:]
+        elif not allowed:
+            candidates = candidates[:1]
+        rates_C = np.array([choice.tokens / choice.seconds for choice in candidates])
+        best = int(rates_C.argmax())
+        for place, choice in enumerate(candidates):
+            if (choice.drafting, choice.tier) == self._last and rates_C[place] >= (1 - self._hysteresis) * rates_C[
+                best
+            ]:
+                best = place
+        chosen = candidates[best]
+        self._last = (chosen.drafting, chosen.tier)
+        self._without = 0 if chosen.drafting else self._without + 1
+        if probe:
+            chosen = Choice(True, chosen.budget, chosen.tier, chosen.tokens, chosen.seconds, probe=True)
+        return chosen
+
+    def _plain(self, outlook: Outlook, rows: int) -> Choice:
+        tier = self._tier(rows)
+        shape = StepShape(rows, tier, False, outlook.tokens_read, float(outlook.context_B.sum()))
+        return Choice(False, 0, tier, float(rows), float(self._cost.predict([shape])[0]))
+
+    def _drafting(self, outlook: Outlook, rows: int) -> list[Choice]:
+        """One choice per tier; padding is filled with drafts, so a tier's budget is all it holds."""
+        values_BG, keys_BG = rank_keys(outlook)
+        flat = keys_BG.T.ravel()
+        order = np.argsort(-flat, kind="stable")
+        order = order[flat[order] >= 0.0]
+        owners = order % rows
+        tokens = rows + np.concatenate(((0.0,), np.cumsum(values_BG.T.ravel()[order])))
+        context = outlook.context_B.sum() + np.concatenate(((0.0,), np.cumsum(outlook.context_B[owners])))
+        most, least = len(order), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
+        if most < least:
+            return []
+        budgets: dict[int, int] = {}
+        for tier in self._reachable(rows + least, rows + most):
+            budgets.setdefault(min(tier - rows, most), tier)
+        shapes = [StepShape(rows, t, True, outlook.tokens_read, float(context[k])) for k, t in budgets.items()]
+        seconds = self._cost.predict(shapes) if shapes else []
+        return [
+            Choice(True, budget, tier, float(tokens[budget]), float(time))
+            for (budget, tier), time in zip(budgets.items(), seconds, strict=True)
+        ]
+
+    def _reachable(self, low: int, high: int) -> list[int]:
+        """Tiers that hold at least `low` rows, up to the first that holds `high`."""
+        if self._tiers is None:
+            return list(range(low, high + 1))
+        first, last = np.searchsorted(self._tiers, (low, high))
+        return self._tiers[first : last + 1].tolist()
+
+    def _tier(self, rows: int) -> int:
+        if self._tiers is None:
+            return rows
+        place = int(np.searchsorted(self._tiers, rows))
+        assert place < len(self._tiers), f"{rows} rows, the largest tier holds {self._tiers[-1]}"
+        return int(self._tiers[place])
+
+
+def rank_keys(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
+    """Survivals [B, G], and the keys they are ranked by: forced ones first, barred ones negative."""
+    values_BG = np.minimum.accumulate(np.nan_to_num(outlook.survival_BG, nan=0.0).clip(0.0, 1.0), axis=1)
+    place_G = np.arange(values_BG.shape[1])
+    keys_BG = np.where(place_G < outlook.least_B[:, None], _FORCED, values_BG)
+    return values_BG, np.where(place_G < outlook.most_B[:, None], keys_BG, _BARRED)
+
+
+def spend(
+    survival_BG: torch.Tensor, least_B: torch.Tensor, most_B: torch.Tensor, budget: int | torch.Tensor
+) -> torch.Tensor:
+    """Drafts to verify by request, int64 [B], summing to at most `budget`; on the device of its arguments,
+    without synchronising.
+
+    The `budget` highest fresh survivals win. Each request's first `least_B` come before all others; none
+    beyond `most_B` are taken.
+    """
+    rows, drafts = survival_BG.shape
+    values_BG = torch.cummin(survival_BG.float().nan_to_num(0.0).clamp(0.0, 1.0), dim=1).values
+    place_G = torch.arange(drafts, device=values_BG.device)
+    values_BG = torch.where(place_G < least_B[:, None], _FORCED, values_BG)
+    values_BG = torch.where(place_G < most_B[:, None], values_BG, _BARRED)
+    flat, order = torch.sort(values_BG.T.flatten(), descending=True, stable=True)
+    taken = (torch.arange(rows * drafts, device=flat.device) < budget) & (flat >= 0.0)
+    lens_B = torch.zeros(rows, dtype=torch.int64, device=flat.device)
+    return lens_B.index_add_(0, order % rows, taken.to(torch.int64))
+
+
+def windows(
+    max_drafts: int,
+    remaining: Sequence[int],
+    anchors: Sequence[int],
+    context_len: int,
+    drafter_context: int,
+    block: int,
+) -> list[int]:
+    """The most drafts each request may verify: what it may still emit beside the token after them, what
+    fits its context, and none where the drafter's block would pass its own context."""
+    most = []
+    for left, anchor in zip(remaining, anchors, strict=True):
+        room = min(max_drafts, left - 1, context_len - 1 - anchor - 1)
+        most.append(max(0, room) if anchor + block <= drafter_context else 0)
+    return most

@@ -1,0 +1,83 @@
+"""How good predictions of acceptance are.
+
+Owns the sums behind expected calibration error, Brier score and area under the ROC curve, by draft
+position; they add up over steps and engines and are divided once, when shown. Ignores where
+predictions come from.
+
+Shapes: N observations, G drafts, K bins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+CALIBRATION_BINS = 15
+_CURVE_BINS = 1000
+
+
+def expected_calibration_error(
+    predicted_N: np.ndarray, labels_N: np.ndarray, weights_N: np.ndarray | None = None, bins: int = CALIBRATION_BINS
+) -> float:
+    """Mean over equal-width bins of |mean prediction - mean label|, weighted by their share; labels in [0, 1]."""
+    weights_N = np.ones(len(predicted_N)) if weights_N is None else weights_N
+    place_N = np.minimum((predicted_N * bins).astype(int), bins - 1)
+    gap_K = np.bincount(place_N, weights_N * (predicted_N - labels_N), minlength=bins)
+    total = weights_N.sum()
+    return float(np.abs(gap_K).sum() / total) if total > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Reliability:
+    """Sums by position [G] and bin: predictions, labels and their counts; squared errors; and the labels
+    and their complements over a thousand bins of the prediction, for the curve. Labels lie in [0, 1];
+    a soft label counts as that much of an acceptance."""
+
+    drafts: int
+    count_GK: np.ndarray = field(init=False)
+    predicted_GK: np.ndarray = field(init=False)
+    labels_GK: np.ndarray = field(init=False)
+    squared_G: np.ndarray = field(init=False)
+    accepted_GC: np.ndarray = field(init=False)
+    refused_GC: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count_GK, self.predicted_GK, self.labels_GK = np.zeros((3, self.drafts, CALIBRATION_BINS))
+        self.squared_G = np.zeros(self.drafts)
+        self.accepted_GC, self.refused_GC = np.zeros((2, self.drafts, _CURVE_BINS))
+
+    def observe(self, predicted_NG: np.ndarray, labels_NG: np.ndarray) -> None:
+        """Predictions and labels of equal shape; a label of NaN was not observed."""
+        for g in range(self.drafts):
+            seen_N = ~np.isnan(labels_NG[:, g])
+            p, y = predicted_NG[seen_N, g], labels_NG[seen_N, g]
+            place = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+            self.count_GK[g] += np.bincount(place, minlength=CALIBRATION_BINS)
+            self.predicted_GK[g] += np.bincount(place, p, minlength=CALIBRATION_BINS)
+            self.labels_GK[g] += np.bincount(place, y, minlength=CALIBRATION_BINS)
+            self.squared_G[g] += ((p - y) ** 2).sum()
+            fine = np.minimum((p * _CURVE_BINS).astype(int), _CURVE_BINS - 1)
+            self.accepted_GC[g] += np.bincount(fine, y, minlength=_CURVE_BINS)
+            self.refused_GC[g] += np.bincount(fine, 1.0 - y, minlength=_CURVE_BINS)
+
+    def add(self, other: Reliability) -> None:
+        for name in ("count_GK", "predicted_GK", "labels_GK", "squared_G", "accepted_GC", "refused_GC"):
+            getattr(self, name).__iadd__(getattr(other, name))
+
+    def calibration_error(self) -> np.ndarray:
+        """float64 [G], NaN where nothing was observed."""
+        return _divided(np.abs(self.predicted_GK - self.labels_GK).sum(1), self.count_GK.sum(1))
+
+    def brier(self) -> np.ndarray:
+        return _divided(self.squared_G, self.count_GK.sum(1))
+
+    def auc(self) -> np.ndarray:
+        """Chance that an accepted draft was predicted higher than a refused one, ties halved; [G]."""
+        below_GC = np.cumsum(self.refused_GC, axis=1) - self.refused_GC
+        won_G = (self.accepted_GC * (below_GC + 0.5 * self.refused_GC)).sum(1)
+        return _divided(won_G, self.accepted_GC.sum(1) * self.refused_GC.sum(1))
+
+
+def _divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator > 0)

@@ -1,0 +1,168 @@
+"""Sequential temperature scaling: confidences that mean what they say.
+
+Owns the temperatures by draft position, their fit from left to right (arXiv 2607.05147), online
+refits, and their file. Ignores who uses survivals. Temperatures keep the order of confidences within a
+position. A fit holds for one drafter, one rule of acceptance and one sampling temperature.
+
+Labels are survivals: y_k = product over i <= k of the chance that draft i is accepted, which
+verification yields for every draft it verified, reached or not. Drafts that were not verified have no
+label and take no part: whether they were verified depended on what came before them only.
+
+Shapes: N rounds, G drafts, B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.dspark.acceptance import Rule
+from engine.dspark.reliability import expected_calibration_error
+from engine.errors import InvalidRequest
+
+GRID = np.logspace(-1.0, 1.0, 41)
+"""Temperatures that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingFit:
+    """`before` and `after` are expected calibration errors of survival by position."""
+
+    temperatures: list[float]
+    num_samples: int
+    before: list[float]
+    after: list[float]
+
+
+class StoredScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fit as stored beside its drafter; errors are means over positions."""
+
+    temperatures: list[float]
+    dataset: str
+    num_samples: int
+    ece_before: float
+    ece_after: float
+    policy_version: int = 0
+    rule: Rule = "rejection"
+    sampling_temperature: float = 1.0
+
+
+def survival_labels(chances: Sequence[Sequence[float]], verified: Sequence[int], drafts: int) -> np.ndarray:
+    """float64 [N, G] from the chances of a `Verdict` and the drafts verified by row; NaN where none was.
+
+    Where only outcomes are known their list ends with the first draft that was not kept: survival is
+    0 from there to the last verified one.
+    """
+    labels_NG = np.full((len(verified), drafts), np.nan)
+    for n, (known, count) in enumerate(zip(chances, verified, strict=True)):
+        labels_NG[n, :count] = 0.0
+        labels_NG[n, : len(known)] = np.cumprod(known)
+    return labels_NG
+
+
+def fit_scaling(logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray | None = None) -> ScalingFit:
+    """The temperature of each position in turn that brings predicted survival closest to the labels, those
+    before it held; 1 for a position without labels."""
+    logits_NG, labels_NG = np.asarray(logits_NG, dtype=np.float64), np.asarray(labels_NG, dtype=np.float64)
+    weights_N = np.ones(len(logits_NG)) if weights_N is None else weights_N
+    plain_N, scaled_N = np.ones(len(logits_NG)), np.ones(len(logits_NG))
+    temperatures, before, after = [], [], []
+    for g in range(logits_NG.shape[1]):
+        seen_N = ~np.isnan(labels_NG[:, g])
+        y, w, z = labels_NG[seen_N, g], weights_N[seen_N], logits_NG[:, g]
+        plain_N = plain_N * _sigmoid(z)
+        errors = [expected_calibration_error((scaled_N * _sigmoid(z / t))[seen_N], y, w) for t in GRID]
+        best = int(np.argmin(errors)) if seen_N.any() else len(GRID) // 2
+        temperatures.append(float(GRID[best]))
+        scaled_N = scaled_N * _sigmoid(z / GRID[best])
+        before.append(expected_calibration_error(plain_N[seen_N], y, w))
+        after.append(errors[best])
+    return ScalingFit(temperatures, len(logits_NG), before, after)
+
+
+class SurvivalScaling:
+    """The temperatures in use, in one tensor that keeps its address: captured graphs see every change."""
+
+    def __init__(self, drafts: int, device: torch.device | str = "cpu") -> None:
+        self.temperatures_G = torch.ones(drafts, dtype=torch.float32, device=device)
+
+    def assign(self, temperatures: Sequence[float]) -> None:
+        expected = len(self.temperatures_G)
+        if len(temperatures) != expected or not all(np.isfinite(t) and t > 0 for t in temperatures):
+            raise InvalidRequest(field="temperatures", expected=f"{expected} positive numbers", actual=temperatures)
+        self.temperatures_G.copy_(torch.tensor(temperatures, dtype=torch.float32))
+
+    def survival(self, logits_BG: torch.Tensor) -> torch.Tensor:
+        """float32 [B, G] from raw confidence logits."""
+        return torch.cumprod(torch.sigmoid(logits_BG.float() / self.temperatures_G[: logits_BG.shape[1]]), dim=1)
+
+    def save(self, path: Path, stored: StoredScaling) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(stored), indent=1))
+
+    def load(self, path: Path, rule: Rule) -> StoredScaling:
+        """Take a stored fit; one of another length or rule is refused."""
+        try:
+            stored = msgspec.json.decode(path.read_bytes(), type=StoredScaling)
+        except (OSError, msgspec.DecodeError) as error:
+            raise InvalidRequest(field=str(path), expected="stored temperatures", actual=error) from error
+        if stored.rule != rule:
+            raise InvalidRequest(field=str(path), expected=f"a fit for {rule} verification", actual=stored.rule)
+        self.assign(stored.temperatures)
+        return stored
+
+
+class OnlineScaling:
+    """Refits from what serving shows. It keeps the last `capacity` rounds of one rule and sampling
+    temperature; after a policy update older rounds weigh `fade` of what they did."""
+
+    def __init__(self, scaling: SurvivalScaling, capacity: int = 8192, least: int = 512, fade: float = 0.25) -> None:
+        drafts = len(scaling.temperatures_G)
+        self._scaling = scaling
+        self._least, self._fade = least, fade
+        self._logits_NG, self._labels_NG = np.zeros((2, capacity, drafts))
+        self._weights_N = np.zeros(capacity)
+        self._next = 0
+        self.fit: ScalingFit | None = None
+
+    def observe(self, logits_BG: np.ndarray, chances: Sequence[Sequence[float]], verified: Sequence[int]) -> None:
+        """A step's raw confidence logits, and what became of its drafts. Rounds that verified nothing say
+        nothing."""
+        labels_BG = survival_labels(chances, verified, self._logits_NG.shape[1])
+        for logits, labels, count in zip(logits_BG, labels_BG, verified, strict=True):
+            if count:
+                place = self._next % len(self._weights_N)
+                self._logits_NG[place], self._labels_NG[place], self._weights_N[place] = logits, labels, 1.0
+                self._next += 1
+
+    def new_policy(self) -> None:
+        self._weights_N *= self._fade
+
+    def refit(self) -> ScalingFit | None:
+        """Fit and put in use, once there is enough to fit. A fit that is worse than what is in use by its
+        own data is kept from use."""
+        held = self._weights_N > 0
+        if held.sum() < self._least:
+            return None
+        logits, labels, weights = self._logits_NG[held], self._labels_NG[held], self._weights_N[held]
+        self.fit = fit_scaling(logits, labels, weights)
+        current = np.cumprod(_sigmoid(logits / self._scaling.temperatures_G.cpu().double().numpy()), axis=1)
+        if np.mean(self.fit.after) <= np.mean(_errors(current, labels, weights)):
+            self._scaling.assign(self.fit.temperatures)
+        return self.fit
+
+
+def _errors(predicted_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray) -> list[float]:
+    seen_NG = ~np.isnan(labels_NG)
+    return [
+        expected_calibration_error(predicted_NG[seen, g], labels_NG[seen, g], weights_N[seen])
+        for g, seen in enumerate(seen_NG.T)
+    ]
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    return 0.5 * (1.0 + np.tanh(0.5 * values))

@@ -1,0 +1,122 @@
+"""What is known of a request's chances before a step drafts.
+
+Owns the memory of confidences of earlier steps, read with a delay, and the running estimates that stand
+in where there are none: for new requests, after a pause, for drafters without a confidence head.
+Ignores calibration (`engine.dspark.scaling`), which has been applied before, and what is decided.
+
+Shapes: B requests, G drafts a request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+_OLDEST = 8
+"""Steps after which a remembered confidence says nothing any more."""
+
+
+class LaggedSurvivals:
+    """Survivals by step and request, visible `lag` steps later. A request's key is its incarnation: one
+    that was sent back to the queue comes again under another."""
+
+    def __init__(self, lag: int = 2) -> None:
+        self._lag = lag
+        self._steps: OrderedDict[int, dict[Hashable, np.ndarray]] = OrderedDict()
+
+    def note(self, step: int, keys: Sequence[Hashable], survival_BG: np.ndarray) -> None:
+        self._steps[step] = dict(zip(keys, survival_BG, strict=True))
+        while next(iter(self._steps)) <= step - self._lag - _OLDEST:
+            self._steps.popitem(last=False)
+
+    def known(self, step: int, key: Hashable) -> np.ndarray | None:
+        """The newest survivals of `key` that planning for `step` may use."""
+        for noted in reversed(self._steps):
+            if noted <= step - self._lag and key in self._steps[noted]:
+                return self._steps[noted][key] if noted > step - self._lag - _OLDEST else None
+        return None
+
+
+class AcceptanceEstimate:
+    """Running means of the chance that draft k is accepted given that those before were: over everything,
+    by group, and by request. A narrower mean leans on the wider one with the weight of `leaning`
+    observations, so that a new request starts from its group and a new group from all.
+
+    `fade` is what an observation keeps of its weight with each later one.
+    """
+
+    def __init__(self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 4.0) -> None:
+        self._start, self._fade, self._leaning = start, fade, leaning
+        self._width = max_drafts
+        self._sums: dict[Hashable, np.ndarray] = {}
+
+    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float]) -> None:
+        """Chances of the drafts that a step verified, in order; 0 or 1 where only outcomes are known."""
+        count = min(len(chances), self._width)
+        for key in ((), ("group", group), ("request", request)):
+            sums_2G = self._sums.setdefault(key, np.zeros((2, self._width)))
+            sums_2G[:, :count] *= self._fade
+            sums_2G[0, :count] += chances[:count]
+            sums_2G[1, :count] += 1.0
+
+    def survival(self, group: Hashable, request: Hashable) -> np.ndarray:
+        """float64 [G]: the chance that all drafts up to each position are accepted."""
+        mean_G = np.full(self._width, self._start)
+        for key in ((), ("group", group), ("request", request)):
+            sums_2G = self._sums.get(key)
+            if sums_2G is not None:
+                mean_G = (sums_2G[0] + self._leaning * mean_G) / (sums_2G[1] + self._leaning)
+        return np.cumprod(mean_G)
+
+    def forget_request(self, request: Hashable) -> None:
+        self._sums.pop(("request", request), None)
+
+    def forget_group(self, group: Hashable) -> None:
+        self._sums.pop(("group", group), None)
+
+
+class DriftAlarm:
+    """One-sided cumulative sum of (predicted - actual) accepted drafts per verified one.
+
+    Sounds when more than `threshold` drafts, beyond `slack` of each, were lost to predictions too
+    high: calibration or drafter no longer fit the policy.
+    """
+
+    def __init__(self, threshold: float = 64.0, slack: float = 0.05) -> None:
+        self._threshold, self._slack = threshold, slack
+        self.level = 0.0
+
+    def observe(self, predicted: float, accepted: int, verified: int) -> bool:
+        self.level = max(0.0, self.level + predicted - accepted - self._slack * verified)
+        return self.level > self._threshold
+
+    def reset(self) -> None:
+        self.level = 0.0
+
+
+class DraftSwitch:
+    """Whether drafting is allowed at all: off above `max_rows` requests, and for `cooldown` steps after a
+    drift alarm, twice as long after each. Probes (`engine.dspark.planner`) go on while it is off; a new
+    drafter or policy turns it on again and starts over."""
+
+    def __init__(self, max_rows: int | None = None, cooldown: int = 256, alarm: DriftAlarm | None = None) -> None:
+        self._max_rows = max_rows
+        self._first = self._cooldown = cooldown
+        self._alarm = alarm or DriftAlarm()
+        self._off_until = 0
+
+    def allows(self, step: int, rows: int) -> bool:
+        return step >= self._off_until and (self._max_rows is None or rows <= self._max_rows)
+
+    def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
+        """A step's expected and actual accepted drafts."""
+        if self._alarm.observe(predicted, accepted, verified):
+            self._alarm.reset()
+            self._off_until = step + self._cooldown
+            self._cooldown *= 2
+
+    def renew(self) -> None:
+        self._alarm.reset()
+        self._off_until, self._cooldown = 0, self._first

@@ -1,0 +1,110 @@
+"""The cost model against a step-time law it does not know."""
+
+import numpy as np
+import pytest
+
+from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
+from engine.errors import InvalidRequest
+
+ROWS, TIERS = [1, 4, 16, 64], [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512]
+KEY = CostKey(model="m", device="d", graphs="1,2,4")
+
+
+def law(shape):
+    """A staircase over tiers, a draft that grows with rows, context read at a fixed speed."""
+    stairs = 4.0 + 0.9 * np.ceil(shape.tier / 128) + 0.004 * shape.tier
+    draft = (0.8 + 0.01 * shape.rows) * shape.drafting
+    return 1e-3 * (stairs + 0.005 * shape.rows + draft + shape.tokens_read / 40_000 + shape.context_queries / 400_000)
+
+
+def shapes(count, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        rows = int(rng.integers(1, 65))
+        drafting = bool(rng.integers(2))
+        tier = min(t for t in TIERS if t >= rows * (1 + drafting * int(rng.integers(1, 8))))
+        context = int(rng.integers(64, 8192))
+        yield StepShape(rows, tier, drafting, float(rows * context), float(tier * context))
+
+
+def seeded():
+    model = CostModel(ROWS, TIERS)
+    model.seed([(shape, law(shape)) for shape in sweep_shapes(ROWS, TIERS, 7, [128, 4096])])
+    return model
+
+
+def relative_errors(model, count=200):
+    tested = list(shapes(count, 9))
+    true = np.array([law(shape) for shape in tested])
+    return np.abs(model.predict(tested) - true) / true
+
+
+def test_a_sweep_of_few_steps_predicts_others():
+    assert len(sweep_shapes(ROWS, TIERS, 7, [128, 4096])) < 40
+    assert np.mean(relative_errors(seeded())) < 0.05
+
+
+def test_measured_steps_refine_it_and_a_machine_that_changes_is_followed():
+    model, rng = seeded(), np.random.default_rng(0)
+    for shape in shapes(600, 1):
+        model.observe(shape, law(shape) * rng.normal(1.0, 0.02))
+    assert np.mean(relative_errors(model)) < 0.01
+    for shape in shapes(3000, 2):
+        model.observe(shape, 1.5 * law(shape))
+    tested = list(shapes(200, 3))
+    assert np.mean(model.predict(tested) / [law(s) for s in tested]) == pytest.approx(1.5, abs=0.05)
+
+
+def test_a_hiccup_moves_it_little():
+    model = seeded()
+    for shape in shapes(300, 1):
+        model.observe(shape, law(shape))
+    before, outliers = np.mean(relative_errors(model)), model.errors.outliers
+    model.observe(next(shapes(1, 5)), 3.0)
+    assert model.errors.outliers == outliers + 1
+    assert np.mean(relative_errors(model)) < before + 0.05
+
+
+def test_it_stays_finite_where_only_one_shape_is_ever_seen():
+    model = seeded()
+    shape = StepShape(16, 64, True, 1e5, 1e5)
+    for _ in range(5000):
+        model.observe(shape, law(shape))
+    assert model.predict([shape])[0] == pytest.approx(law(shape), rel=1e-3)
+    predictions = model.predict(list(shapes(100, 4)))
+    assert np.isfinite(predictions).all() and (predictions > 0).all()
+    assert np.median(relative_errors(model)) < 0.25
+    model.observe(shape, float("nan"))
+    model.observe(shape, -1.0)
+    assert np.isfinite(model.predict([shape])).all()
+
+
+def test_errors_are_of_predictions_made_before_the_step():
+    model = CostModel([1], [1])
+    model.observe(StepShape(1, 1, False), 0.010)
+    assert model.errors.steps == 0
+    model.observe(StepShape(1, 1, False), 0.020)
+    assert model.errors.steps == 1
+    assert model.errors.measured == pytest.approx(0.020)
+    assert model.errors.predicted == pytest.approx(0.010, rel=0.01)
+    assert model.errors.absolute == pytest.approx(0.010, rel=0.02)
+
+
+def test_past_the_last_tier_time_goes_straight_on():
+    model = CostModel([1], [10, 20])
+    model.seed([(StepShape(1, t, False), 1e-3 * t) for t in (10, 12, 15, 20)] * 20)
+    assert model.predict([StepShape(1, 40, False)])[0] == pytest.approx(0.040, rel=0.02)
+
+
+def test_a_table_is_kept_by_model_device_and_graphs(tmp_path):
+    model = seeded()
+    path = tmp_path / "cost.json"
+    model.save(path, KEY)
+    tested = list(shapes(20, 7))
+    assert np.array_equal(CostModel.load(path, KEY).predict(tested), model.predict(tested))
+    for other in (CostKey(model="n", device="d", graphs="1,2,4"), CostKey(model="m", device="d", graphs="1,2")):
+        with pytest.raises(InvalidRequest, match=r"cost\.json"):
+            CostModel.load(path, other)
+    path.write_text("{}")
+    with pytest.raises(InvalidRequest, match="stored cost table"):
+        CostModel.load(path, KEY)

@@ -1,0 +1,227 @@
+"""Budgets and windows against exhaustive search, and the rules that keep verification exact."""
+
+import itertools
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from engine.dspark.cost_model import StepShape
+from engine.dspark.planner import Outlook, Planner, StepPlan, spend, windows
+from engine.dspark.survival import LaggedSurvivals
+from tests.unit.dspark.test_acceptance import LEAST_P, p_value, p_value_or_zero
+from tests.unit.dspark.toy import Play, Tables, enumerate_exact, row_of
+
+
+class TableCost:
+    """Seconds by verify rows, plus `draft` seconds for drafting."""
+
+    def __init__(self, seconds, draft=0.0):
+        self.seconds, self.draft = seconds, draft
+
+    def predict(self, shapes):
+        return np.array([self.seconds[s.tier] + self.draft * s.drafting for s in shapes])
+
+
+def outlook(survival, least=0, most=None, context=100):
+    survival = np.atleast_2d(np.asarray(survival, dtype=float))
+    rows, drafts = survival.shape
+    return Outlook(
+        survival,
+        np.full(rows, least) if np.isscalar(least) else np.array(least),
+        np.full(rows, drafts) if most is None else np.array(most),
+        np.full(rows, context),
+        float(rows * context),
+    )
+
+
+def random_survivals(rng, rows, drafts):
+    return np.cumprod(rng.uniform(0.2, 1.0, (rows, drafts)), axis=1)
+
+
+def best_rate(view, tiers, cost):
+    """Over all windows of all requests, with and without drafting."""
+    rows = len(view.survival_BG)
+
+    def seconds(tier, drafting):
+        return float(cost.predict([StepShape(rows, tier, drafting)])[0])
+
+    best = rows / seconds(min(t for t in tiers if t >= rows), False)
+    ranges = [range(int(lo), int(hi) + 1) for lo, hi in zip(view.least_B, view.most_B, strict=True)]
+    for lens in itertools.product(*ranges):
+        total = rows + sum(lens)
+        if total == rows or total > max(tiers):
+            continue
+        tokens = rows + sum(view.survival_BG[r, :n].sum() for r, n in enumerate(lens))
+        best = max(best, tokens / seconds(min(t for t in tiers if t >= total), True))
+    return best
+
+
+def test_budgets_reach_the_best_rate_there_is():
+    rng = np.random.default_rng(0)
+    drafting = 0
+    for trial in range(60):
+        rows, drafts = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        tiers = sorted(set(rng.integers(rows, rows * (1 + drafts) + 2, 4).tolist()) | {rows})
+        cost = TableCost(dict(zip(tiers, np.sort(rng.uniform(0.5, 2.0, len(tiers))), strict=True)), rng.uniform(0, 0.3))
+        most = rng.integers(0, drafts + 1, rows)
+        view = outlook(random_survivals(rng, rows, drafts), np.minimum(trial % 2, most), most)
+        choice = Planner(cost, tiers, hysteresis=0.0).choose(view)
+        assert choice.tokens / choice.seconds == pytest.approx(best_rate(view, tiers, cost))
+        assert choice.budget <= choice.tier - rows
+        drafting += choice.drafting
+    assert 10 < drafting < 60
+
+
+def test_a_dip_past_a_step_does_not_hide_what_comes_after():
+    """Stopping at the first decrease would verify nothing; the best is further on."""
+    cost = TableCost({1: 1.0, 2: 2.0, 4: 2.05, 8: 2.1})
+    choice = Planner(cost, [1, 2, 4, 8]).choose(outlook([0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93]))
+    assert (choice.drafting, choice.tier, choice.budget) == (True, 8, 7)
+
+
+def test_padding_is_filled_with_drafts():
+    cost = TableCost({2: 1.0, 6: 1.1})
+    choice = Planner(cost, [2, 6]).choose(outlook([[0.9, 0.8, 0.1], [0.2, 0.1, 0.05]]))
+    assert (choice.tier, choice.budget) == (6, 4)
+
+
+def test_a_saturated_step_is_not_drafted_for_and_probes_bring_drafting_back():
+    cost = TableCost({rows: 0.1 * rows for rows in range(1, 30)}, draft=0.5)
+    planner = Planner(cost, None, probe_every=5)
+    view = outlook(np.full((4, 3), 0.4))
+    taken = [planner.choose(view) for _ in range(12)]
+    assert [c.probe for c in taken] == [False] * 5 + [True] + [False] * 5 + [True]
+    assert [c.drafting for c in taken] == [c.probe for c in taken]
+    cost.draft, cost.seconds = 0.0, {rows: 1.0 for rows in range(1, 30)}
+    assert planner.choose(view).drafting
+
+
+def test_an_off_switch_leaves_plain_steps_and_probes():
+    planner = Planner(TableCost({rows: 1.0 for rows in range(1, 30)}), None, probe_every=3)
+    taken = [planner.choose(outlook(np.full((2, 3), 0.9)), allowed=False) for _ in range(4)]
+    assert [c.drafting for c in taken] == [False, False, False, True] and taken[-1].probe
+
+
+def test_choices_are_kept_within_the_hysteresis():
+    cost = TableCost({1: 1.0, 2: 1.0, 3: 1.0})
+    planner = Planner(cost, [1, 2, 3], hysteresis=0.1)
+    assert planner.choose(outlook([0.5, 0.01])).tier == 3
+    cost.seconds = {1: 1.0, 2: 1.0, 3: 1.05}
+    assert planner.choose(outlook([0.5, 0.01])).tier == 3
+    cost.seconds = {1: 1.0, 2: 1.0, 3: 1.5}
+    assert planner.choose(outlook([0.5, 0.01])).tier == 2
+
+
+def slow_spend(survival, least, most, budget):
+    """One at a time, the highest first; ties by position, then request."""
+    rows = len(survival)
+    running = np.minimum.accumulate(np.nan_to_num(survival), axis=1)
+    lens = [0] * rows
+    for _ in range(budget):
+        open_rows = [r for r in range(rows) if lens[r] < most[r]]
+        if not open_rows:
+            break
+        ranks = [(-(2.0 if lens[r] < least[r] else running[r, lens[r]]), lens[r], r) for r in open_rows]
+        lens[min(ranks)[2]] += 1
+    return lens
+
+
+def test_spending_equals_admission_one_by_one():
+    rng = np.random.default_rng(1)
+    for trial in range(200):
+        rows, drafts = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+        survival = rng.choice([0.2, 0.5, 0.5, 0.9, 1.0], (rows, drafts)).astype(np.float32)
+        survival = np.cumprod(survival, axis=1) if trial % 3 else survival
+        if trial % 7 == 0:
+            survival[0, 0] = np.nan
+        most = rng.integers(0, drafts + 1, rows)
+        least = np.minimum(rng.integers(0, 2, rows), most)
+        budget = int(rng.integers(0, rows * drafts + 2))
+        lens = spend(torch.tensor(survival), torch.tensor(least), torch.tensor(most), budget)
+        assert lens.tolist() == slow_spend(survival, least, most, budget)
+        on_device = spend(torch.tensor(survival), torch.tensor(least), torch.tensor(most), torch.tensor(budget))
+        assert torch.equal(lens, on_device)
+
+
+def test_admission_of_a_draft_ignores_everything_after_it():
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        survival = random_survivals(rng, 3, 4).astype(np.float32)
+        budget, row, place = int(rng.integers(0, 12)), int(rng.integers(3)), int(rng.integers(4))
+        least, most = torch.zeros(3, dtype=torch.int64), torch.full((3,), 4)
+        before = int(spend(torch.tensor(survival), least, most, budget)[row]) > place
+        changed = survival.copy()
+        changed[row, place + 1 :] = rng.uniform(0, 1, 3 - place)
+        after = int(spend(torch.tensor(changed), least, most, budget)[row]) > place
+        assert before == after
+
+
+def test_windows_end_where_lengths_and_contexts_do():
+    assert windows(7, [100, 3, 1, 100, 100], [10, 10, 10, 252, 120], 256, 128, 7) == [7, 2, 0, 0, 7]
+    assert windows(7, [100] * 3, [252, 253, 254], 256, 512, 7) == [2, 1, 0]
+
+
+def test_a_plan_travels_whole():
+    plan = StepPlan(step=9, slots=[4, 1, 7], drafting=True, budget=5, tier=8, lens=[])
+    spent = StepPlan.decode(plan.encode()).spent([3, 0, 2])
+    assert StepPlan.decode(spent.encode()) == spent and spent.lens == [3, 0, 2]
+    with pytest.raises(AssertionError, match="over 5"):
+        plan.spent([3, 3, 0])
+
+
+class TestCausality:
+    """The paper's example: steps per second 1, .5, .45; p = (.7, .3), q = (.5, .5); the second confidence
+    reads the first draft."""
+
+    COUNT = 2000
+
+    def play(self, lens):
+        tables = Tables(vocab=3)
+        tables.target[:] = torch.tensor([0.7, 0.3, 0.0]).log()
+        tables.drafter[:] = torch.tensor([0.5, 0.5, 0.0]).log()
+        play = Play(tables, lens=lens, block=2, count=self.COUNT)
+        return play.run(3), enumerate_exact(tables, row_of().params, 3)
+
+    @staticmethod
+    @lru_cache
+    def budget(survival):
+        planner = Planner(TableCost({1: 1.0, 2: 1 / 0.5, 3: 1 / 0.45}), [1, 2, 3], hysteresis=0.0)
+        choice = planner.choose(outlook(survival))
+        return choice.budget if choice.drafting else 0
+
+    @staticmethod
+    @lru_cache
+    def spent(survival, budget):
+        none, most = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
+        return int(spend(torch.tensor([survival]), none, most, budget)[0])
+
+    @staticmethod
+    def survivals(drafts):
+        return [(0.8, 0.8 if ids[0] == 0 else 0.0) for ids in drafts]
+
+    def test_budgets_from_this_steps_confidences_leak(self):
+        sequences, expected = self.play(
+            lambda number, drafts, lengths: [self.budget(s) for s in self.survivals(drafts)]
+        )
+        assert abs((sequences[:, 0] == 0).mean() - 0.85) < 0.03
+        assert p_value_or_zero(sequences, expected) < 1e-6
+
+    def test_budgets_from_two_steps_ago_do_not(self):
+        past = [LaggedSurvivals() for _ in range(self.COUNT)]
+        windows_seen = set()
+
+        def lens(number, drafts, lengths):
+            fresh, out = self.survivals(drafts), []
+            for copy, survival in enumerate(fresh):
+                known = past[copy].known(number, "r")
+                budget = self.budget(tuple(known) if known is not None else (0.8, 0.6))
+                past[copy].note(number, ["r"], np.array([survival]))
+                out.append(self.spent(survival, budget))
+            windows_seen.update(out)
+            return out
+
+        sequences, expected = self.play(lens)
+        assert p_value(sequences, expected) > LEAST_P
+        assert windows_seen == {0, 2}

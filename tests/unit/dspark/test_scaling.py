@@ -1,0 +1,152 @@
+"""Calibration: fits against known distortions, sums against slow definitions."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.dspark.reliability import Reliability, expected_calibration_error
+from engine.dspark.scaling import (
+    GRID,
+    OnlineScaling,
+    StoredScaling,
+    SurvivalScaling,
+    fit_scaling,
+    survival_labels,
+)
+from engine.errors import InvalidRequest
+
+TRUE = np.array([2.0, 0.5, 4.0])
+
+
+def rounds(count, seed=0, distortion=TRUE):
+    """Logits that are `distortion` times too sharp, and the outcomes of whole windows."""
+    rng = np.random.default_rng(seed)
+    honest = rng.normal(1.0, 1.5, (count, 3))
+    chances = 1 / (1 + np.exp(-honest))
+    outcomes = np.cumprod(rng.random((count, 3)) < chances, axis=1)
+    return honest * distortion, outcomes.astype(float), chances
+
+
+def test_temperatures_undo_a_known_distortion():
+    logits, labels, _ = rounds(20_000)
+    fit = fit_scaling(logits, labels)
+    assert fit.temperatures == pytest.approx(TRUE.tolist(), rel=0.3)
+    held_logits, held_labels, _ = rounds(20_000, seed=1)
+    scaling = SurvivalScaling(3)
+    raw = scaling.survival(torch.tensor(held_logits)).double().numpy()
+    scaling.assign(fit.temperatures)
+    scaled = scaling.survival(torch.tensor(held_logits)).double().numpy()
+    for g in range(3):
+        assert expected_calibration_error(scaled[:, g], held_labels[:, g]) < 0.02
+        assert expected_calibration_error(raw[:, g], held_labels[:, g]) > 0.04
+    order = np.argsort(held_logits[:, 0])
+    assert (np.diff(scaled[order, 0]) >= 0).all()
+    assert fit.num_samples == 20_000 and np.mean(fit.after) < np.mean(fit.before)
+
+
+def test_each_position_is_fitted_with_those_before_it_held():
+    """The definition, searched exhaustively for two positions in turn."""
+    logits, labels, _ = rounds(500, distortion=np.array([3.0, 3.0, 1.0]))
+    fit = fit_scaling(logits, labels)
+    survival = np.ones(len(logits))
+    for g in range(3):
+        tried = [survival / (1 + np.exp(-logits[:, g] / t)) for t in GRID]
+        errors = [expected_calibration_error(values, labels[:, g]) for values in tried]
+        best = int(np.argmin(errors))
+        assert fit.temperatures[g] == GRID[best]
+        survival = tried[best]
+
+
+def test_soft_labels_of_verified_drafts_fit_despite_trimmed_windows():
+    logits, _, chances = rounds(20_000, seed=3)
+    # Windows follow the confidence of the draft before: history of the round, never the draft itself.
+    verified = np.where(logits[:, 0] > 0, np.where(logits[:, 1] > 0, 3, 2), 1)
+    labels = survival_labels([row[:n].tolist() for row, n in zip(chances, verified, strict=True)], verified.tolist(), 3)
+    assert np.isnan(labels).sum() == (3 - verified).sum()
+    assert fit_scaling(logits, labels).temperatures == pytest.approx(TRUE.tolist(), rel=0.3)
+
+
+def test_outcomes_that_end_early_are_zeros_up_to_the_last_verified_draft():
+    labels = survival_labels([[1.0, 0.0], [0.5, 0.5], [], [1.0, 1.0, 1.0]], [3, 2, 0, 3], 3)
+    nan = np.nan
+    expected = [[1, 0, 0], [0.5, 0.25, nan], [nan] * 3, [1, 1, 1]]
+    np.testing.assert_array_equal(labels, np.array(expected))
+
+
+def test_temperatures_change_in_place_and_nonsense_is_refused():
+    scaling = SurvivalScaling(3)
+    address = scaling.temperatures_G.data_ptr()
+    scaling.assign([1.0, 2.0, 3.0])
+    assert scaling.temperatures_G.data_ptr() == address and scaling.temperatures_G.tolist() == [1.0, 2.0, 3.0]
+    for wrong in ([1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]):
+        with pytest.raises(InvalidRequest, match="temperatures"):
+            scaling.assign(wrong)
+    assert scaling.temperatures_G.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_fit_is_stored_with_where_it_comes_from(tmp_path):
+    path = tmp_path / "sts.json"
+    stored = StoredScaling(temperatures=[1.0, 2.0, 0.5], dataset="math", num_samples=9, ece_before=0.05, ece_after=0.01)
+    SurvivalScaling(3).save(path, stored)
+    scaling = SurvivalScaling(3)
+    assert scaling.load(path, "rejection") == stored
+    assert scaling.temperatures_G.tolist() == [1.0, 2.0, 0.5]
+    with pytest.raises(InvalidRequest, match="coupled"):
+        scaling.load(path, "coupled")
+    with pytest.raises(InvalidRequest, match="4 positive"):
+        SurvivalScaling(4).load(path, "rejection")
+
+
+def test_online_refits_follow_a_new_policy():
+    scaling = SurvivalScaling(3)
+    online = OnlineScaling(scaling, capacity=6000, least=1000)
+
+    def feed(count, seed, distortion):
+        logits, _, chances = rounds(count, seed, distortion)
+        online.observe(logits, chances.tolist(), [3] * count)
+
+    feed(500, 0, TRUE)
+    assert online.refit() is None and scaling.temperatures_G.tolist() == [1.0] * 3
+    feed(5000, 1, TRUE)
+    address = scaling.temperatures_G.data_ptr()
+    assert online.refit() is not None
+    assert scaling.temperatures_G.tolist() == pytest.approx(TRUE.tolist(), rel=0.35)
+    online.new_policy()
+    feed(3000, 2, np.ones(3))
+    online.refit()
+    assert scaling.temperatures_G.tolist() == pytest.approx([1.0] * 3, rel=0.35)
+    assert scaling.temperatures_G.data_ptr() == address
+
+
+class TestReliability:
+    def data(self):
+        rng = np.random.default_rng(0)
+        predicted = rng.random((400, 2))
+        labels = (rng.random((400, 2)) < predicted**2).astype(float)
+        labels[::5, 1] = np.nan
+        return predicted, labels
+
+    def test_errors_equal_their_definitions(self):
+        predicted, labels = self.data()
+        sums = Reliability(2)
+        sums.observe(predicted[:100], labels[:100])
+        other = Reliability(2)
+        other.observe(predicted[100:], labels[100:])
+        sums.add(other)
+        for g in range(2):
+            seen = ~np.isnan(labels[:, g])
+            p, y = predicted[seen, g], labels[seen, g]
+            bins = [(p >= k / 15) & (p < (k + 1) / 15) for k in range(15)]
+            ece = sum(abs(p[b].mean() - y[b].mean()) * b.mean() for b in bins if b.any())
+            assert sums.calibration_error()[g] == pytest.approx(ece)
+            assert expected_calibration_error(p, y) == pytest.approx(ece)
+            assert sums.brier()[g] == pytest.approx(((p - y) ** 2).mean())
+            pairs = p[y == 1][:, None] - p[y == 0][None, :]
+            assert sums.auc()[g] == pytest.approx((pairs > 0).mean() + (pairs == 0).mean() / 2, abs=2e-3)
+
+    def test_nothing_observed_is_nan(self):
+        sums = Reliability(1)
+        sums.observe(np.array([[0.5]]), np.array([[np.nan]]))
+        assert np.isnan([sums.calibration_error()[0], sums.brier()[0], sums.auc()[0]]).all()
+        sums.observe(np.array([[1.0]]), np.array([[1.0]]))
+        assert sums.calibration_error()[0] == 0.0 and np.isnan(sums.auc()[0])

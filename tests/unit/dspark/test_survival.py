@@ -1,0 +1,76 @@
+"""Delays, priors and switches."""
+
+import numpy as np
+import pytest
+
+from engine.dspark.survival import AcceptanceEstimate, DraftSwitch, DriftAlarm, LaggedSurvivals
+
+
+def test_confidences_are_seen_two_steps_later_and_by_their_own_request():
+    past = LaggedSurvivals(lag=2)
+    for step in range(4):
+        past.note(step, ["a"] if step != 1 else ["a", "b"], np.full((1 if step != 1 else 2, 2), step + 0.5))
+    assert past.known(1, "a") is None
+    assert past.known(2, "a").tolist() == [0.5, 0.5]
+    assert past.known(5, "a").tolist() == [3.5, 3.5]
+    assert past.known(2, "b") is None and past.known(3, "b").tolist() == [1.5, 1.5]
+    assert past.known(3, "c") is None
+
+
+def test_old_confidences_are_forgotten():
+    past = LaggedSurvivals(lag=2)
+    past.note(0, ["a"], np.ones((1, 1)))
+    assert past.known(9, "a") is not None and past.known(12, "a") is None
+    past.note(100, ["b"], np.ones((1, 1)))
+    assert past.known(102, "a") is None
+
+
+def test_estimates_settle_on_what_is_seen():
+    estimate = AcceptanceEstimate(3, start=0.7, fade=1.0, leaning=2.0)
+    assert estimate.survival("g", 1) == pytest.approx([0.7, 0.49, 0.343])
+    for _ in range(400):
+        estimate.observe("g", 1, [0.9, 0.5])
+    assert estimate.survival("g", 1)[:2] == pytest.approx([0.9, 0.45], abs=0.01)
+    assert estimate.survival("g", 1)[2] == pytest.approx(0.45 * 0.7, abs=0.01)
+
+
+def test_new_requests_start_from_their_group_and_new_groups_from_all():
+    estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
+    for request in range(20):
+        estimate.observe("easy", f"e{request}", [1.0] * 1)
+        estimate.observe("hard", f"h{request}", [0.0] * 1)
+    easy, hard, new = (float(estimate.survival(g, "new")[0]) for g in ("easy", "hard", "other"))
+    assert easy > 0.9 and hard < 0.1 and 0.4 < new < 0.6
+    estimate.forget_group("easy")
+    assert float(estimate.survival("easy", "new")[0]) == new
+    before = float(estimate.survival("hard", "h1")[0])
+    estimate.forget_request("h1")
+    assert float(estimate.survival("hard", "h1")[0]) > before
+
+
+def test_fading_follows_a_change():
+    estimate = AcceptanceEstimate(1, fade=0.9)
+    for outcome in [1.0] * 100 + [0.0] * 60:
+        estimate.observe("g", 1, [outcome])
+    assert float(estimate.survival("g", 1)[0]) < 0.1
+
+
+def test_the_alarm_sounds_on_lost_drafts_and_not_on_noise():
+    rng = np.random.default_rng(0)
+    honest = DriftAlarm()
+    assert not any(honest.observe(40 * 0.7, int(rng.binomial(40, 0.7)), 40) for _ in range(2000))
+    drifted = DriftAlarm()
+    sounded = [drifted.observe(40 * 0.7, int(rng.binomial(40, 0.5)), 40) for _ in range(40)]
+    assert any(sounded) and sounded.index(True) > 3
+
+
+def test_the_switch_follows_load_and_drift():
+    switch = DraftSwitch(max_rows=8, cooldown=10, alarm=DriftAlarm(threshold=5.0, slack=0.0))
+    assert switch.allows(0, 8) and not switch.allows(0, 9)
+    switch.observe(3, predicted=6.0, accepted=0, verified=10)
+    assert [switch.allows(step, 1) for step in (4, 12, 13)] == [False, False, True]
+    switch.observe(20, predicted=6.0, accepted=0, verified=10)
+    assert not switch.allows(39, 1) and switch.allows(40, 1)
+    switch.observe(50, predicted=6.0, accepted=0, verified=10)
+    switch.renew()
+    assert switch.allows(51, 1)

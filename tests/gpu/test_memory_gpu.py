@@ -11,7 +11,9 @@ from engine.memory.slab import make_slab, part
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
-SIZE = 256 << 20
+SIZE = 1 << 30
+NOISE = 128 << 20
+"""What kernels that are loaded meanwhile and torch's own blocks may take."""
 
 
 def free_bytes() -> int:
@@ -26,10 +28,10 @@ def test_a_slab_goes_and_comes_back_at_its_address() -> None:
     for value in (1.0, 2.0):
         slab.unmap()
         slab.unmap()
-        assert not slab.mapped and free_bytes() >= held + SIZE
+        assert not slab.mapped and free_bytes() >= held + SIZE - NOISE
         slab.map()
         slab.map()
-        assert slab.mapped and view.data_ptr() == place and free_bytes() <= held + (8 << 20)
+        assert slab.mapped and view.data_ptr() == place and free_bytes() <= held + NOISE
         view.fill_(value)
         assert view.float().sum().item() == value * 1024 * 1024
 
@@ -62,11 +64,11 @@ def test_memory_is_the_drivers_once_the_last_view_is_gone() -> None:
     before = free_bytes()
     slab = make_slab(SIZE, DEVICE, "test")
     view = part(slab, 0, (4,), torch.float32).fill_(7)
-    assert free_bytes() <= before - SIZE
+    assert free_bytes() <= before - SIZE + NOISE
     del slab
     assert view.sum().item() == 28
     del view
-    assert free_bytes() >= before - (8 << 20)
+    assert free_bytes() >= before - NOISE
 
 
 def test_too_little_memory_is_named_and_changes_nothing() -> None:

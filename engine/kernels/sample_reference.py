@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut
-from engine.sampling.draw_device import kept_on_device
 from engine.sampling.noise import WORD_SCALE, device_words
 from engine.sampling.params import GREEDY_BELOW
+from engine.sampling.truncate import kept_in_order
 from engine.types import SamplingParams
 
 
@@ -46,7 +46,7 @@ def _draw(raw_V: torch.Tensor, columns: SampleColumns, slot: int, out: SampleOut
         params = SamplingParams(
             top_k=int(columns.top_k_S[slot]), top_p=float(columns.top_p_S[slot]), min_p=float(columns.min_p_S[slot])
         )
-        kept_N = kept_on_device(scaled_V, params)
+        kept_N = kept_in_order(scaled_V, params)
         drawn_V = torch.full_like(scaled_V, float("-inf"))
         drawn_V[kept_N] = scaled_V[kept_N]
         last = columns.first_id + len(raw_V)

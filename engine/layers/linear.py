@@ -86,6 +86,6 @@ class Embedding(nn.Module):
 
     __call__ = forward
 
-    def project(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits in the weights' dtype."""
-        return linear(hidden_RD, self.weight, None)
+    def project(self, hidden_RD: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+        """Logits, of a part of the vocabulary if so asked, in the weights' dtype."""
+        return linear(hidden_RD, self.weight[part], None)

@@ -41,7 +41,7 @@ class CausalLM(Protocol):
         capture: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden_RD: torch.Tensor, part: slice = ...) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
@@ -181,7 +181,7 @@ class DenseDecoderLM(nn.Module):
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV in fp32."""
+    def logits(self, hidden_RD: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+        """logits_RV in fp32, or those of a part of the vocabulary."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.project(hidden_RD).float()
+        return head.project(hidden_RD, part).float()

@@ -12,6 +12,7 @@ Shapes: T tokens, D hidden, R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,14 +56,22 @@ class ModelRunner:
             capture[layer] = capture[layer][:tokens]
         return hidden_TD[:tokens]
 
-    @torch.inference_mode()
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV, fp32."""
+        return self._logits(hidden_RD, slice(None))
+
+    def logits_by_part(self, hidden_RD: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
+        """logits_RV, fp32, `width` ids after the other: for more rows than there is memory for."""
+        for start in range(0, self.model.spec.vocab_size, width):
+            yield self._logits(hidden_RD, slice(start, start + width))
+
+    @torch.inference_mode()
+    def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
         rows = hidden_RD.shape[0]
         extra = -rows % ROW_MULTIPLE if self.deterministic else 0
         if not extra:
-            return self.model.logits(hidden_RD)
-        return self.model.logits(F.pad(hidden_RD, (0, 0, 0, extra)))[:rows]
+            return self.model.logits(hidden_RD, part)
+        return self.model.logits(F.pad(hidden_RD, (0, 0, 0, extra)), part)[:rows]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """logits_RV, fp32, of the tokens `batch.logit_rows_R` asks for."""
@@ -106,11 +115,13 @@ class FusedRunner(ModelRunner):
     """The same results from fused kernels, with an attention backend that can `attend` to keys and
     values already written."""
 
-    def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, backend: TritonAttention) -> None:
+    def __init__(
+        self, model: DenseDecoderLM, kv_pool: KVPool, backend: TritonAttention, deterministic: bool = False
+    ) -> None:
         super().__init__(model, kv_pool, backend)
         from engine.models.fused import FusedForward
 
-        self.fused = FusedForward(model, kv_pool)
+        self.fused = FusedForward(model, kv_pool, deterministic)
         self.attention = backend
         self._first = kv_pool.device.type == "cuda"
 
@@ -132,3 +143,7 @@ class FusedRunner(ModelRunner):
         compile_ahead(lambda: self.fused.hidden(*inputs, self.attention.attend), stream, pool)
         del anchor
         torch.cuda.empty_cache()  # a pool's memory stays with torch after its last graph
+
+    @torch.inference_mode()
+    def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
+        return self.fused.logits(hidden_RD, part).float()

@@ -1,8 +1,8 @@
 """From logits to tokens and their log-probabilities.
 
 Owns a step's draw over rows of mixed parameters: the columns asked for, the isolation of rows
-with unusable logits, the choice of a token on the host. Ignores stops, lengths, and who the rows
-belong to. `engine.sampling.draw_device` draws on other devices.
+with unusable logits. Ignores stops, lengths, who the rows belong to, and the draw itself: that is
+`engine.sampling.draw_host` on the CPU and `engine.sampling.draw_device`, by kernels, on a GPU.
 
 A token is argmax over ids of edited logit / T + Gumbel noise of (seed, position, id), compared in
 float64, the lower id winning a tie; so a row's token depends on nothing but its own logits,
@@ -20,7 +20,6 @@ import torch
 
 from engine.sampling.columns import fill_columns
 from engine.sampling.draw import Drawn
-from engine.sampling.draw_device import draw_on_device
 from engine.sampling.draw_host import HostDraw
 from engine.sampling.params import RowSampling
 
@@ -71,4 +70,6 @@ class Sampler:
     def _draw(self, logits_RV: torch.Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Drawn:
         if self._host is not None:
             return self._host.draw(logits_RV, rows, positions)
+        from engine.sampling.draw_device import draw_on_device
+
         return draw_on_device(logits_RV, rows, positions)

@@ -13,6 +13,7 @@ Shapes: V vocabulary, N kept ids.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from engine.types import SamplingParams
 
@@ -70,3 +71,16 @@ def _candidates(weights_V: np.ndarray, logits_V: np.ndarray, params: SamplingPar
         if weights_N[high_N].sum(dtype=np.float64) >= total * (params.top_p + 1e-5):
             return ids_N[high_N]
     return ids_N
+
+
+def kept_in_order(scaled_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The ids that remain of float64 logits / T, ascending int64 [N], from a sort of the whole row."""
+    values_V, ids_V = torch.sort(scaled_V, descending=True, stable=True)
+    mass_N = (values_V - values_V[0]).exp()
+    if params.top_k:
+        mass_N = mass_N[: params.top_k]
+    if params.top_p < 1.0:
+        before_N = mass_N.cumsum(-1) - mass_N
+        mass_N = mass_N[: int((before_N < params.top_p * mass_N.sum()).sum())]
+    remaining = int((mass_N >= max(params.min_p, np.finfo(np.float64).tiny)).sum())
+    return ids_V[:remaining].sort().values

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, from the hidden states of a prefill.
 
-Owns which hidden rows score which tokens. Ignores how log-probabilities are computed
-(`engine.sampling.logprobs`).
+Owns which hidden rows score which tokens, and how many logits exist at once. Ignores how
+log-probabilities are computed (`engine.sampling.logprobs`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from engine.runner.model_runner import ModelRunner
-from engine.sampling.logprobs import token_logprobs, top_logprobs
+from engine.sampling.logprobs import score_parts
 from engine.scheduler.prefill import Prefill
 
-ROWS = 64
-"""Tokens scored at once: bounds the float32 logits to [ROWS, vocabulary]."""
+ROWS, WIDTH = 512, 16384
+"""Tokens scored at once and ids of the vocabulary at a time: no more than 32 MiB of logits, while
+the head's weights are read once for that many tokens."""
 
 
 def score_chunk(runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, start: int) -> None:
@@ -28,10 +29,10 @@ def score_chunk(runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, 
     last = min(start + count, scorer.end - 1)
     for lo in range(first, last, ROWS):
         hi = min(lo + ROWS, last)
-        logits_RV = runner.logits(hidden_CD[lo - start : hi - start])
-        targets_R = torch.from_numpy(prefill.tokens[lo + 1 : hi + 1].astype(np.int64)).to(logits_RV.device)
-        scorer.logprobs.append(token_logprobs(logits_RV, targets_R, scorer.temperature).cpu().numpy())
+        targets_R = torch.from_numpy(prefill.tokens[lo + 1 : hi + 1].astype(np.int64)).to(hidden_CD.device)
+        parts = runner.logits_by_part(hidden_CD[lo - start : hi - start], WIDTH)
+        logprobs_R, ids_RK, values_RK = score_parts(parts, targets_R, scorer.temperature, scorer.top_logprobs)
+        scorer.logprobs.append(logprobs_R.cpu().numpy())
         if scorer.top_logprobs:
-            ids_RK, values_RK = top_logprobs(logits_RV, scorer.top_logprobs, scorer.temperature)
             scorer.top_ids.append(ids_RK.cpu().numpy().astype(np.uint32))
             scorer.top_values.append(values_RK.cpu().numpy().astype(np.float32))

@@ -14,6 +14,7 @@ from engine.kernels.sample_epilogue import sample_rows, sample_rows_reference
 from engine.kernels.sample_top import sample_top
 from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import DEFINITIONS, DeviceTable
+from engine.sampling.draw_device import draw_on_device
 from engine.sampling.noise import HostNoise
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
@@ -209,3 +210,18 @@ def test_one_definition_costs_no_other():
         name = f"{DEFINITIONS[definition]}_B"
         assert getattr(one, name)[row] == getattr(every, name)[row]
     assert one.raw_B.isnan().tolist() == [False, True, False, False, False, True]
+
+
+def test_rows_that_the_host_holds_are_drawn_alike():
+    """As first tokens are: parameters come from the host, edits are made before."""
+    rows = host_rows(len(PARAMS), Want(extra_logprobs=["raw"]))[2:11:4] + host_rows(14, Want())[11:]
+    logits_BV = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(8)) * 3
+    logits_BV[3, 1] = float("nan")
+    positions = list(range(13, 13 + len(rows)))
+    host = Sampler(VOCAB, "cpu").sample(logits_BV, rows, positions)
+    device = draw_on_device(logits_BV, rows, positions)
+    assert device.bad_R.tolist() == host.bad.tolist()
+    assert device.ids_R.tolist() == host.ids.tolist()
+    bare = [r for r, row in enumerate(rows) if row.bare]
+    torch.testing.assert_close(device.logprobs_R[bare], host.logprobs[bare], atol=2e-5, rtol=1e-5, equal_nan=True)
+    assert sorted(device.kept) == [r for r, row in enumerate(rows) if row.truncates and not row.bare]

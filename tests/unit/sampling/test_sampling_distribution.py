@@ -8,7 +8,6 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.sampling.draw_device import draw_on_device
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
 from engine.sampling.seeds import derive_seed
@@ -95,17 +94,6 @@ def test_many_more_draws_follow_the_exact_distribution(name):
 
 def test_a_wrong_distribution_would_be_noticed():
     assert p_value(draws(SamplingParams(temperature=0.9)), exact(SamplingParams())) < 1e-9
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_device_draws_equal_host_draws(name):
-    params, positions = CASES[name], list(range(5, 205))
-    logits_RV = torch.tensor(np.tile(LOGITS, (len(positions), 1)), dtype=torch.float32)
-    row = RowSampling(params, Want(), derive_seed(11, 0), PROMPT, (), OUTPUT)
-    rows = [row] * len(positions)
-    device, host = draw_on_device(logits_RV, rows, positions), Sampler(10, "cpu").sample(logits_RV, rows, positions)
-    assert device.ids_R.tolist() == host.ids.tolist()
-    torch.testing.assert_close(device.logprobs_R, host.logprobs, atol=1e-6, rtol=0)
 
 
 def test_a_wide_vocabulary_is_drawn_evenly():

@@ -158,14 +158,15 @@ class GrpoRun:
         if state.train_step % config.checkpoint_every == 0 or state.train_step == last or interrupted:
             self._save(trainer)
             clock.lap("timing_s/checkpoint")
-        if config.rollout.where == "colocated" and config.rollout.offload_trainer:
-            trainer.offload()
+        shares = config.rollout.where == "colocated" and config.rollout.offload_trainer
+        offloaded = trainer.offload() if shares else 0
         served.resume()
         clock.lap("timing_s/to_engine")
         return {
             **values,
             **clock.laps,
             "memory/released_gib": sum(released.values()) / 2**30,
+            "memory/trainer_offloaded_gib": offloaded / 2**30,
             "rollout/update_pause_ms": report.pause_ms,
             "train/policy_version": float(report.policy_version),
         }

@@ -79,8 +79,10 @@ def draw_curves(metrics: Path, image: Path) -> None:
     from matplotlib.figure import Figure
 
     series = read_series(metrics)
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(12, 6.5))
     FigureCanvasAgg(figure)
+    # Fixed margins: a layout engine draws everything twice.
+    figure.subplots_adjust(left=0.05, right=0.98, top=0.95, bottom=0.08, hspace=0.35, wspace=0.2)
     for axes, (title, names) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
         for name in names:
             points = sorted(series.get(name, {}).items())

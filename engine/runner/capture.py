@@ -27,8 +27,8 @@ def capture(
     they share the stream. Raises RuntimeError where something cannot be captured; `relaxed` lets
     libraries and modules be set up meanwhile.
 
-    `torch.cuda.graph` would also collect garbage and give all unused memory back each time. Here the
-    collector merely waits, so that nothing is destroyed in the middle of a capture.
+    Unlike `torch.cuda.graph` it leaves torch's unused blocks where they are, pinned ones too, and the
+    collector waits, so that nothing is destroyed in the middle of a capture.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(stream.device)

@@ -234,7 +234,11 @@ class GraphStepper:
         torch.cuda.current_stream(self._pool.device).wait_stream(stream)
         free = torch.cuda.mem_get_info(self._pool.device)[0]
         try:
-            graph = capture(step, stream, self._memory)
+            try:
+                graph = capture(step, stream, self._memory)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # which torch cannot do by itself during a capture
+                graph = capture(step, stream, self._memory)
         except RuntimeError as error:  # memory is short, or a library refuses to be captured
             logger.warning("a decode step could not be captured and runs uncaptured: %s", error)
             return None

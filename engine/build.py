@@ -102,7 +102,7 @@ def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, dete
         from engine.attention.triton import TritonAttention
 
         assert isinstance(backend, TritonAttention)
-        return FusedRunner(model, pool, backend)
+        return FusedRunner(model, pool, backend, deterministic)
     return ModelRunner(model, pool, backend, deterministic)
 
 
@@ -175,7 +175,7 @@ def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
         max_running=rows if scheduler.max_running == "auto" else scheduler.max_running,
         prefill_tokens=tokens if scheduler.prefill_tokens == "auto" else scheduler.prefill_tokens,
     )
-    for name in ("max_running", "max_waiting", "prefill_tokens", "burst"):
+    for name in ("max_running", "max_waiting", "prefill_tokens", "burst", "prefill_burst"):
         _positive(f"scheduler.{name}", getattr(resolved, name))
     if scheduler.lookahead < 0:
         raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=scheduler.lookahead)

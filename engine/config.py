@@ -37,14 +37,17 @@ class SchedulerConfig:
     """`max_running` bounds the samples decoded together, `max_waiting` the samples queued
     before new groups are refused as overloaded, `prefill_tokens` the prompt tokens computed in
     one step beside decoding, `lookahead` the tokens reserved ahead of every running sample,
-    `burst` the decode steps that the overlapped loop launches at once. "auto" rows and prompt
-    tokens are what keeps the device busy: 512 and 8192 on a GPU, 64 and 512 on the CPU."""
+    `burst` the decode steps that the overlapped loop launches at once. While prompts wait it computes
+    up to `prefill_burst` times `prefill_tokens` of them between two decode steps: more fills the
+    batch sooner, so that fewer steps run half empty; fewer keeps the wait of decoding rows short.
+    "auto" rows and prompt tokens are what keeps the device busy: 512 and 8192 on a GPU, 64 and 512 on the CPU."""
 
     max_running: int | Auto = "auto"
     max_waiting: int = 8192
     prefill_tokens: int | Auto = "auto"
     lookahead: int = 16
     burst: int = 8
+    prefill_burst: int = 4
 
 
 @dataclass(frozen=True, slots=True)

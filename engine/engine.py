@@ -79,7 +79,16 @@ class Engine:
             burst = parts.config.scheduler.burst
             table = DeviceTable(parts.pages.table.num_slots, 2 * burst, parts.device)
             stepper = make_stepper(parts, table, builder)
-            self._loop = OverlappedLoop(self._scheduler, serial, table, stepper, self._committer, parts.counters, burst)
+            self._loop = OverlappedLoop(
+                self._scheduler,
+                serial,
+                table,
+                stepper,
+                self._committer,
+                parts.counters,
+                burst,
+                parts.config.scheduler.prefill_burst,
+            )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:

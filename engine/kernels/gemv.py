@@ -108,15 +108,13 @@ def gemv_kernel(
 
 def default_config(outputs: int, inputs: int, gated: bool) -> GemvConfig:
     """As measured on an H200 at the shapes of 135M to 8B models."""
-    is_head = outputs >= 32768 and not gated
-    if inputs < 4096:
-        if is_head:
-            return GemvConfig(2, 512, 1) if inputs > 768 else GemvConfig(4, 512, 2)
-        wide = outputs >= 4096 and inputs > 768
-        return GemvConfig(2 if wide else 1, 1024, 2)
-    if is_head:
-        return GemvConfig(4, 2048, 4)
-    return GemvConfig(2, 2048, 4) if gated else GemvConfig(1, 4096, 4)
+    if inputs >= 4096:
+        return GemvConfig(2, 2048, 4)
+    if outputs >= 32768:
+        return GemvConfig(4, 512, 2)
+    if gated or outputs >= 4096:
+        return GemvConfig(2, 512, 1)
+    return GemvConfig(1 if inputs >= 3072 else 2, 1024, 2)
 
 
 def gemv(

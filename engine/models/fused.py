@@ -15,12 +15,15 @@ from typing import cast
 
 import torch
 
+from engine.errors import Unsupported
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
+from engine.kernels.invariant_matmul import invariant_matmul
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Attention, DecoderLayer, DenseDecoderLM
@@ -46,9 +49,13 @@ class Rows(Enum):
 
 
 class FusedForward:
-    """Ids of -1 are padding: their rows are computed from zeros and written nowhere."""
+    """Ids of -1 are padding: their rows are computed from zeros and written nowhere. `deterministic`
+    takes products whose rows do not depend on each other's number."""
 
-    def __init__(self, model: DenseDecoderLM, kv_pool: KVPool) -> None:
+    def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, deterministic: bool = False) -> None:
+        if deterministic and model.parallel.size > 1:
+            raise Unsupported(field="deterministic", expected="one rank", actual=f"{model.parallel.size} ranks")
+        self._deterministic = deterministic
         self._model = model
         self._pool = kv_pool
         self._eps = model.spec.rms_eps
@@ -134,10 +141,14 @@ class FusedForward:
         following: InputNorm,
     ) -> torch.Tensor:
         """A layer from normed inputs; returns them for the layer that comes next."""
-        x_TD = layer.self_attn.o_proj(mix(layer.self_attn.qkv_proj(x_TD)))
+        attention, mlp = layer.self_attn, layer.mlp
+        x_TD = self._product(attention.o_proj, mix(self._product(attention.qkv_proj, x_TD)))
         x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
-        x_TD = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(x_TD)))
+        x_TD = self._product(mlp.down_proj, silu_and_mul(self._product(mlp.gate_up_proj, x_TD)))
         return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
+
+    def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
+        return invariant_matmul(x_TD, layer.weight, layer.bias) if self._deterministic else layer(x_TD)
 
     def _rotated(
         self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor
@@ -158,16 +169,18 @@ class FusedForward:
     def _norm(self, norm: RMSNorm) -> InputNorm:
         return InputNorm(norm.weight, self._eps)
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV in the weights' dtype."""
+    def logits(self, hidden_RD: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+        """logits_RV in the weights' dtype, of a part of the vocabulary if so asked."""
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         if self._kind(hidden_RD) is Rows.ONE:
-            return gemv(hidden_RD, head.weight)
-        return head.project(hidden_RD)
+            return gemv(hidden_RD, head.weight[part])
+        if self._deterministic:
+            return invariant_matmul(hidden_RD, head.weight[part])
+        return head.project(hidden_RD, part)
 
     def _kind(self, x_TD: torch.Tensor) -> Rows:
-        if x_TD.dtype != torch.bfloat16 or self._model.parallel.size > 1 or self._gate_bias:
+        if self._deterministic or x_TD.dtype != torch.bfloat16 or self._model.parallel.size > 1 or self._gate_bias:
             return Rows.MANY
         rows, width = x_TD.shape
         if rows == 1:

@@ -49,6 +49,7 @@ class OverlappedLoop:
         committer: Committer,
         counters: EngineCounters,
         burst: int,
+        prefill_burst: int,
     ) -> None:
         assert table.ring >= 2 * burst, f"a ring of {table.ring} cannot hold two bursts of {burst}"
         self._scheduler = scheduler
@@ -58,6 +59,7 @@ class OverlappedLoop:
         self._committer = committer
         self._counters = counters
         self._burst = burst
+        self._prefill_burst = prefill_burst
         self._flying: Burst | None = None
         self._resident: dict[int, int] = {}
         """Slot -> key of the sequence whose state the device holds."""
@@ -74,10 +76,13 @@ class OverlappedLoop:
         worked = False
         if scheduler.wants_prefill:
             worked = self.settle()
-            worked = self._serial.prefill() or worked
+            for _ in range(self._prefill_burst):
+                if not (scheduler.wants_prefill and self._serial.prefill()):
+                    break
+                worked = True
         previous = self._flying
-        # With prefill under way the host comes back soon, so that neither side waits long.
-        self._flying = self._launch(previous, min(2, self._burst) if scheduler.prefills else self._burst)
+        # With prefill under way the host comes back at once: the batch is about to grow.
+        self._flying = self._launch(previous, 1 if scheduler.prefills else self._burst)
         if previous is not None and previous is not self._flying and not previous.committed:
             self._commit(previous)
         worked = worked or previous is not None or self._flying is not None

@@ -18,6 +18,7 @@ from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
+from engine.kernels.invariant_matmul import invariant_matmul
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
@@ -65,6 +66,7 @@ def products(capability: int) -> None:
     gemv(x[:1], weight, norm=norm, gated=gated)
     unscaled = skinny_matmul_then_norm(x, weight[:1024], None, x.clone(), norm)
     skinny_matmul(unscaled, weight, gated=gated, config=SkinnyConfig(64, 64, 4, 4) if gated else None)
+    invariant_matmul(x if gated else torch.zeros(600, 1024, dtype=BF16), weight)
 
 
 def step_ends(capability: int) -> None:

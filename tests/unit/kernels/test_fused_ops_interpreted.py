@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
 from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
+from engine.kernels.invariant_matmul import InvariantTile, invariant_matmul, invariant_matmul_reference
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
@@ -117,3 +118,13 @@ def test_products_of_few_rows_and_the_norm_between(rows, config):
     torch.testing.assert_close(gated, gemv_reference(expected, second, norm=norm, gated=True), atol=1e-4, rtol=1e-4)
     plain = skinny_matmul(unscaled, second, bias[:36], out=poison(rows, 36), config=second_config)
     torch.testing.assert_close(plain, gemv_reference(expected, second, bias[:36], norm), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "tile", [InvariantTile(16, 16, 16, 2, 2, False), InvariantTile(16, 64, 32, 4, 2, True)], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 21, 40])
+def test_invariant_products(rows, tile):
+    x, weight, bias = noise(rows, 80), noise(70, 80, seed=1), noise(70, seed=2)
+    out = invariant_matmul(x, weight, bias, out=poison(rows, 70), tile=tile)
+    torch.testing.assert_close(out, invariant_matmul_reference(x, weight, bias), atol=1e-4, rtol=1e-5)

@@ -229,7 +229,9 @@ def sampling_case(name: str, vocab: int, batch: int, kind: str, dtype: torch.dty
     columns, out = sampling_columns(batch, **KINDS[kind]), SampleOut.empty(batch, "cuda")
     truncated = not kind.startswith(("T=", "greedy"))
     spaces = {tile: SampleWorkspace.empty(batch, vocab, "cuda", tile=tile) for tile in (1024, 2048, 4096)}
-    choices = [(2048, 4, 8, 8), (4096, 8, 8, 8)] if truncated else [(1024, 2, 8, 4), (2048, 4, 8, 8), (2048, 8, 8, 4)]
+    choices = [(2048, 4, 16, 8, 8), (4096, 8, 16, 8, 8)]
+    if not truncated:
+        choices = [(1024, 2, 16, 8, 4), (2048, 4, 16, 8, 8), (2048, 8, 16, 8, 4)]
     variants = {}
     for tile, *warps in choices:
 

@@ -11,6 +11,7 @@ import torch
 from engine.errors import Paused
 from tests.gpu.fuzz_worker import fuzz_on_gpu
 from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
+from tests.unit.engine.test_device_rows import work as mixed_work
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +67,7 @@ def test_shared_prefixes_equal_plain(t_full, monkeypatch):
     monkeypatch.setattr(metadata, "MIN_SAVED_SEGMENT_BYTES", 0)
     engine = make_engine(t_full, **fields)
     shared = engine.generate(work)
-    assert any(is_shared for _, is_shared in engine._loop._stepper._captured)
+    assert any(is_shared for _, is_shared, _ in engine._loop._stepper._captured)
     for a, b in zip(shared[0].samples, plain[0].samples, strict=True):
         assert a.ids.tolist() == b.ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
@@ -85,6 +86,27 @@ def storage(engine) -> list[int]:
     parts = engine._parts
     tensors = [*parts.runner.kv_pool._layers, *parts.model.parameters()]
     return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("kv_tokens", [8192, 160])
+def test_rows_that_ask_for_more_equal_the_hosts(t_full, kv_tokens):
+    """Edits, columns and many stops in captured steps, also with retractions; buffers grow on the way."""
+    fields = dict(max_running=32, lookahead=3)
+    engine = make_engine(
+        t_full, device="cuda", loop="overlapped", attention="triton", burst=4, kv_tokens=kv_tokens, **fields
+    )
+    expected = make_engine(t_full, device="cpu", loop="serial", kv_tokens=8192, **fields).generate(list(mixed_work()))
+    for _ in range(2):
+        for group, other in zip(engine.generate(list(mixed_work())), expected, strict=True):
+            for a, b in zip(group.samples, other.samples, strict=True):
+                assert a.ids.tolist() == b.ids.tolist(), group.group_id
+                assert (a.finish, a.matched) == (b.finish, b.matched)
+                for name in ("logprobs", "entropy", "top_logprobs"):
+                    if getattr(b, name) is not None:
+                        np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=5e-4)
+                for name, column in b.extra_logprobs.items():
+                    np.testing.assert_allclose(a.extra_logprobs[name], column, atol=5e-4)
+    engine.check()
 
 
 def poison_free_memory() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.memory.device_edits import DeviceEdits
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams, Want
@@ -16,7 +17,7 @@ from engine.kernels.gemv import InputNorm, gemv, gemv_reference
 from engine.kernels.invariant_matmul import invariant_matmul
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
-from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.skinny_matmul import skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
@@ -169,26 +170,9 @@ def columns_of(rows, positions, vocab, edits):
 
     params, given = [row.params for row in rows], None
     if edits:
-        counts = torch.zeros(len(rows), vocab, dtype=torch.int16, device="cuda")
-        counts[:, : len(PROMPT)] = 1
-        bias_ids = torch.full((len(rows), 4), -1, dtype=torch.int32, device="cuda")
-        bias, stops = torch.zeros(len(rows), 4, device="cuda"), bias_ids.clone()
-        for slot, row in enumerate(rows):
-            for n, (token, value) in enumerate(row.params.logit_bias.items()):
-                bias_ids[slot, n], bias[slot, n] = token, value
-            for n, token in enumerate(sorted(row.stop_ids)):
-                stops[slot, n] = token
-        single = torch.float32
-        given = EditColumns(
-            column((p.repetition_penalty for p in params), single),
-            column((p.frequency_penalty for p in params), single),
-            column((p.presence_penalty for p in params), single),
-            counts,
-            bias_ids,
-            bias,
-            stops,
-            column((len(PROMPT) + p.min_new for p in params), torch.int64),
-        )
+        state = DeviceEdits(len(rows), vocab, 4_096, torch.device("cuda"))
+        state.admit(list(range(len(rows))), rows)
+        given = state.columns
     seeds = torch.from_numpy(np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)).cuda()
     return SampleColumns(
         column(p.temperature for p in params),
@@ -217,7 +201,7 @@ def test_sampling_equals_the_host(vocab, tile, scale, dtype, edits):
     positions = [len(PROMPT) + i // len(kinds) for i in range(count)]
     host = Sampler(vocab, "cpu").sample(logits.float().cpu(), rows, positions)
     out = SampleOut.empty(count, "cuda", entropy=True)
-    workspace = SampleWorkspace.empty(count, vocab, "cuda", edits, tile)
+    workspace = SampleWorkspace.empty(count, vocab, "cuda", tile)
     sample_rows(logits, columns_of(rows, positions, vocab, edits), out, workspace)
     assert out.bad_B.bool().tolist() == host.bad.tolist()
     assert out.ids_B.tolist() == host.ids.tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import Engine
+from engine import Engine, Want
 from engine.runner.step_plan import StepPlan
 from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
 
@@ -36,6 +36,28 @@ def test_steps_equal_plain_ones(model, request):
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
     assert device.counters.graph_captures > 0
     assert 0 < device.counters.graph_rows <= device.counters.graph_padded_rows
+    device.check()
+
+
+def test_rows_that_ask_for_more_equal_plain_ones(t_full):
+    """Edits, alternatives and entropy of every definition, beside a row that asks for nothing."""
+    every = Want(logprobs="temperature", extra_logprobs=["raw", "processed"], top_logprobs=3, entropy=True)
+    edits = dict(repetition_penalty=1.6, frequency_penalty=0.4, logit_bias={7: 2.5}, min_new=3, stop_ids=[1, 2, 7])
+    work = [
+        ask("edits", prompt(5), max_new=4, temperature=0.9, seed=2, want=every, **edits),
+        ask("plain", prompt(6), max_new=2),
+    ]
+    device = device_engine(t_full)
+    for one, other in zip(device.generate(work), make_engine(t_full).generate(work), strict=True):
+        (a,), (b,) = one.samples, other.samples
+        assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish
+        for name in ("logprobs", "entropy", "top_logprobs"):
+            if getattr(b, name) is not None:
+                np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=1e-4)
+        for name, column in b.extra_logprobs.items():
+            np.testing.assert_allclose(a.extra_logprobs[name], column, atol=1e-4)
+        assert b.top_ids is None or a.top_ids.tolist() == b.top_ids.tolist()
+    assert {modes.extra for _, _, modes in device._loop._stepper._captured} == {True}
     device.check()
 
 

@@ -162,7 +162,7 @@ def test_two_vocabulary_shards_agree_with_the_whole():
     torch.testing.assert_close(lse, torch.logsumexp(logits_BV, -1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("width", [4, 150])
+@pytest.mark.parametrize("width", [pytest.param(4, marks=pytest.mark.slow), 150])
 def test_alternatives_and_entropy_equal_the_hosts(width):
     """Of every definition; with few ids left by truncation; more than there are finite logits."""
     kinds = [1, 2, 3, 5, 10, 11, 12, 9]
@@ -197,9 +197,9 @@ def test_alternatives_and_entropy_equal_the_hosts(width):
 
 
 def test_one_definition_costs_no_other():
-    rows = host_rows(6, Want())
+    rows = host_rows(2, Want()) * 3
     columns = columns_of(rows, [13] * 6)
-    columns.definition_S = torch.tensor([0, 1, 2, 0, 2, 1], dtype=torch.int32)
+    columns.definition_S = torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32)
     logits_BV = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(7)) * 2
     every, one = SampleOut.empty(6, "cpu"), SampleOut.empty(6, "cpu")
     workspace = SampleWorkspace.empty(6, VOCAB, "cpu", tile=TILE)
@@ -209,12 +209,12 @@ def test_one_definition_costs_no_other():
     for row, definition in enumerate(columns.definition_S.tolist()):
         name = f"{DEFINITIONS[definition]}_B"
         assert getattr(one, name)[row] == getattr(every, name)[row]
-    assert one.raw_B.isnan().tolist() == [False, True, False, False, False, True]
+    assert one.raw_B.isnan().tolist() == [False, True, False, True, False, False]
 
 
 def test_rows_that_the_host_holds_are_drawn_alike():
     """As first tokens are: parameters come from the host, edits are made before."""
-    rows = host_rows(len(PARAMS), Want(extra_logprobs=["raw"]))[2:11:4] + host_rows(14, Want())[11:]
+    rows = host_rows(4, Want(extra_logprobs=["raw"]))[2:] + host_rows(14, Want())[11:14:2]
     logits_BV = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(8)) * 3
     logits_BV[3, 1] = float("nan")
     positions = list(range(13, 13 + len(rows)))

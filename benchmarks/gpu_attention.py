@@ -28,6 +28,8 @@ from engine.kernels.prefix_attention import prefix_attention
 BANDWIDTH = 4.26e12
 PAGE = 16
 SHAPES = {"8B": (32, 8, 128), "0.6B": (16, 8, 128), "SmolLM2": (9, 3, 64)}
+OTHERS = ((64, 2, 5), (64, 2, 3), (64, 1, 5), (32, 1, 5), (32, 1, 7), (32, 2, 5), (16, 1, 7), (64, 4, 5))
+"""Tokens, warps and stages of a tile."""
 Launch = Callable[[int], None]
 """Launches the work of one layer, whose number says which storage it reads."""
 
@@ -167,13 +169,18 @@ def decode_case(
     lengths_B = torch.tensor(scene.lengths, device="cuda")
     expected = decode_reference(q, scene.layers[0], scene.tables, lengths_B, shape)
     default = decode_config(shape.block_d, 2)
-    half = default.block_n // 2
-    tiles = [default, replace(default, block_n=half), replace(default, block_n=half, num_stages=7)]
-    tiles += [replace(default, num_warps=2), TileConfig(half, 2, 5), replace(default, num_stages=3)]
+    tiles = [
+        default,
+        *(
+            TileConfig(n, w, s)
+            for n, w, s in OTHERS
+            if (n, w, s) != (default.block_n, default.num_warps, default.num_stages)
+        ),
+    ]
     case = f"decode {name} b{batch} @{length}" + (" skewed" if lengths else "")
     timed = {}
     for config in tiles[:1] if quick else tiles:
-        for waves in (3,) if quick or batch > 128 else (1, 2, 3, 6):
+        for waves in (2,) if quick or batch > 128 else (1, 2, 4):
             metadata = scene.metadata((config, prefix_config(shape.block_d, 2, shape.group)), waves)
 
             def launch(layer: int, metadata=metadata, config=config) -> None:
@@ -212,24 +219,24 @@ def group_case(table: Table, groups: int, samples: int, shared: int, own: int, q
     small_own = replace(own_tiles, block_n=own_tiles.block_n // 2)
     wide = replace(own_tiles, num_stages=3)
     default = prefix_config(shape.block_d, 2, shape.group)
-    pairs = [(default, own_tiles, False), (default, own_tiles, True)]
+    pairs = [(default, own_tiles)]
     if not quick:
         half = default.block_n // 2
         others = [replace(default, block_n=half, num_stages=5), TileConfig(default.block_n, 8, 3, 128)]
         others += [TileConfig(2 * default.block_n, 8, 3, 128), replace(default, block_n=half, num_stages=3)]
-        pairs += [(other, own_tiles, True) for other in others]
-        pairs += [(default, small_own, True), (others[0], small_own, True), (default, wide, True)]
+        pairs += [(other, own_tiles) for other in others]
+        pairs += [(default, small_own), (others[0], small_own), (default, wide)]
     timed = {}
-    for above, below, early in pairs:
+    for above, below in pairs:
         metadata = scene.metadata((below, above))
         states = metadata.prefix
         assert states is not None
 
-        def launch_prefix(layer: int, metadata=metadata, states=states, above=above, early=early) -> None:
+        def launch_prefix(layer: int, metadata=metadata, states=states, above=above) -> None:
             tables, lengths = metadata.page_tables_BP, metadata.seq_lens_B
-            prefix_attention(q, scene.layers[layer], tables, lengths, metadata.pieces_X8, states, shape, above, early)
+            prefix_attention(q, scene.layers[layer], tables, lengths, metadata.pieces_X8, states, shape, above)
 
-        def launch_own(layer: int, metadata=metadata, states=states, below=below, early=early) -> None:
+        def launch_own(layer: int, metadata=metadata, states=states, below=below) -> None:
             decode_attention(
                 q,
                 scene.layers[layer],
@@ -243,16 +250,15 @@ def group_case(table: Table, groups: int, samples: int, shared: int, own: int, q
                 below,
                 None,
                 states,
-                early,
             )
 
         def launch(layer: int, first=launch_prefix, second=launch_own) -> None:
             first(layer)
             second(layer)
 
-        variant = f"{label(above, True)} + {label(below)}{' early' if early else ''}"
+        variant = f"{label(above, True)} + {label(below)}"
         timed[variant] = table.add(case, variant, scene, launch, out, expected, work, "bytes")
-        if not early:
+        if len(timed) == 1:
             for part, only in (("prefix alone", launch_prefix), ("own alone", launch_own)):
                 print(f"{case:26} {part:44} {time_us(only, len(scene.layers)):8.1f} us", flush=True)
     table.best(case, timed, work / BANDWIDTH * 1e6)

@@ -106,8 +106,8 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
         merge_states(partial, 1, torch.zeros_like(q), sink)
 
 
-def sampling(capability: int, edits: bool | None = None, vocab: int = 3_000, tile: int = 1024) -> None:
-    """Few tiles, since sorting many takes long to compile."""
+def sampling(capability: int, edits: bool | None = None, vocab: int = 900, tile: int = 512) -> None:
+    """Few tiles and candidates, since sorting many takes long to compile."""
     edits = capability == 90 if edits is None else edits
 
     def column(kind: torch.dtype) -> torch.Tensor:
@@ -127,10 +127,9 @@ def sampling(capability: int, edits: bool | None = None, vocab: int = 3_000, til
     logits, out = torch.zeros(2, vocab, dtype=BF16), SampleOut.empty(2, "cpu", edits)
     columns.definition_S = column(torch.int32)
     sample_rows(logits, columns, out, workspace, every=edits)
-    if edits:
-        table = DeviceTable(2, 4, torch.device("cpu"))
-        table.columns.admit([0], [Want(top_logprobs=5, entropy=True)])
-        sample_top(logits, table, columns, out, workspace)
+    table = DeviceTable(2, 4, torch.device("cpu"))
+    table.columns.admit([0], [Want(top_logprobs=5, entropy=True)])
+    sample_top(logits, table, columns, out, workspace)
 
 
 def _rows(

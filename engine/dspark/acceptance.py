@@ -145,13 +145,16 @@ class _Judged:
         ids_M = torch.tensor([packing.drafts[b][k] for b, k, _ in part], device=device)
         log_p_M = p.logprob(ids_M)
         log_chance_M = log_p_M.double()
-        if round.logits_BGV is not None:
-            q = distribution(round.logits_BGV[owners, numbers], rows)
-            log_chance_M = log_chance_M - q.logprob(ids_M).double()
-        greedy_M = torch.tensor([row.greedy for row in rows], device=device)
-        hit_M = torch.where(p.scaled_MV.argmax(-1) == ids_M, 0.0, float("-inf"))
-        log_chance_M = torch.where(greedy_M, hit_M.double(), log_chance_M.clamp(max=0.0))
-        log_chance_M = log_chance_M.masked_fill(p.bad_M | log_chance_M.isnan(), float("-inf"))
+        drawn = [m for m, row in enumerate(rows) if not row.greedy]
+        if round.logits_BGV is not None and drawn:
+            logits_MV = round.logits_BGV[[owners[m] for m in drawn], [numbers[m] for m in drawn]]
+            q = distribution(logits_MV, [rows[m] for m in drawn])
+            log_chance_M[drawn] -= q.logprob(ids_M[drawn]).double()
+        greedy = [m for m, row in enumerate(rows) if row.greedy]
+        if greedy:
+            hit_M = p.scaled_MV[greedy].argmax(-1) == ids_M[greedy]
+            log_chance_M[greedy] = torch.where(hit_M, 0.0, float("-inf")).double()
+        log_chance_M = log_chance_M.clamp(max=0.0).masked_fill(p.bad_M | log_chance_M.isnan(), float("-inf"))
         accepted_M = noise.uniform(owners, numbers).log() < log_chance_M
         columns = (accepted_M.tolist(), log_chance_M.exp().tolist(), log_p_M.tolist(), p.bad_M.tolist())
         for r, accepted, chance, logprob, bad in zip(places, *columns, strict=True):
@@ -162,27 +165,26 @@ def _emit(
     p: Distribution, round: Round, packing: _Packing, num_accepted: Sequence[int], noise: RoundNoise
 ) -> torch.Tensor:
     """The token after the kept drafts of every row, int64 [B]."""
-    mass_BV = (p.scaled_MV - p.lse_M[:, None]).exp()
-    replaced = [b for b, kept in enumerate(num_accepted) if kept < len(packing.drafts[b]) and not round.rows[b].greedy]
+    ids_B = p.scaled_MV.argmax(-1)
+    drawn = [b for b, row in enumerate(round.rows) if not row.greedy]
+    if not drawn:
+        return ids_B
+    mass_BV = (p.scaled_MV - p.lse_M[:, None]).exp_()
+    replaced = [b for b in drawn if num_accepted[b] < len(packing.drafts[b])]
     if replaced:
         numbers = [num_accepted[b] for b in replaced]
         whole_MV = mass_BV[replaced]
         if round.logits_BGV is not None:
-            rows = [round.rows[b] for b in replaced]
-            q = distribution(round.logits_BGV[replaced, numbers], rows)
-            residual_MV = (whole_MV - (q.scaled_MV - q.lse_M[:, None]).exp()).clamp(min=0.0)
+            q = distribution(round.logits_BGV[replaced, numbers], [round.rows[b] for b in replaced])
+            residual_MV = (whole_MV - (q.scaled_MV - q.lse_M[:, None]).exp_()).clamp_(min=0.0)
         else:
             refused_M = torch.tensor([[packing.drafts[b][num_accepted[b]]] for b in replaced], device=mass_BV.device)
             residual_MV = whole_MV.scatter(1, refused_M, 0.0)
         empty_M1 = residual_MV.sum(-1, keepdim=True) <= _NO_RESIDUAL
         mass_BV[replaced] = torch.where(empty_M1, whole_MV, residual_MV)
-    scores_BV = mass_BV.double().log()
-    drawn = [b for b, row in enumerate(round.rows) if not row.greedy]
-    if drawn:
-        scores_BV[drawn] += noise.gumbel(drawn, [num_accepted[b] for b in drawn], USE_EMIT, scores_BV.shape[1])
-    greedy = [b for b, row in enumerate(round.rows) if row.greedy]
-    scores_BV[greedy] = p.scaled_MV[greedy].double()
-    return scores_BV.nan_to_num(float("-inf")).argmax(-1)
+    noise_MV = noise.exponential(drawn, [num_accepted[b] for b in drawn], USE_EMIT, mass_BV.shape[1])
+    ids_B[drawn] = (mass_BV[drawn].nan_to_num(0.0).double() / noise_MV).argmax(-1)
+    return ids_B
 
 
 def _emitting(packing: _Packing, num_accepted: Sequence[int]) -> list[int]:

@@ -98,7 +98,7 @@ class CostModel:
     def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
         """Fit the start-up sweep, as one and without counting errors."""
         for shape, seconds in sweep:
-            self._learn(self._features(shape), seconds, 0.0, bounded=False)
+            self._learn(self._features([shape])[0], seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Take in a measured step. A step far off what was predicted moves the fit a bounded way."""
@@ -112,11 +112,11 @@ class CostModel:
             self.errors.predicted += predicted
             self.errors.measured += seconds
         bounded = self.observed >= len(self._coefficients_D)
-        self._learn(self._features(shape), seconds, self._wander, bounded)
+        self._learn(self._features([shape])[0], seconds, self._wander, bounded)
 
     def predict(self, shapes: Sequence[StepShape]) -> np.ndarray:
         """Seconds float64 [C], never below a tenth of the shortest step seen."""
-        seconds_C = np.stack([self._features(shape) for shape in shapes]) @ self._coefficients_D * self._unit
+        seconds_C = self._features(shapes) @ self._coefficients_D * self._unit
         floor = 0.1 * self._shortest if np.isfinite(self._shortest) else 1e-9
         return np.maximum(seconds_C, floor)
 
@@ -152,11 +152,12 @@ class CostModel:
         model._unit, model.observed, model._shortest = table.unit, table.observed, table.shortest
         return model
 
-    def _features(self, shape: StepShape) -> np.ndarray:
-        rows = _hat(self._row_knots, shape.rows)
-        draft = rows if shape.drafting else np.zeros_like(rows)
-        context = (shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT)
-        return np.concatenate((rows, draft, _hat(self._tier_knots, shape.tier)[1:], context))
+    def _features(self, shapes: Sequence[StepShape]) -> np.ndarray:
+        """float64 [C, D]."""
+        values_5C = np.array([(s.rows, s.tier, s.drafting, s.tokens_read, s.context_queries) for s in shapes]).T
+        rows_CK = _hat(self._row_knots, values_5C[0])
+        draft_CK = rows_CK * values_5C[2][:, None]
+        return np.hstack((rows_CK, draft_CK, _hat(self._tier_knots, values_5C[1])[:, 1:], values_5C[3:].T / _KV_UNIT))
 
     def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:
         """One step of the filter on the relative error, 1 - prediction / seconds."""
@@ -204,14 +205,17 @@ def _knots(values: Sequence[int]) -> np.ndarray:
     return knots
 
 
-def _hat(knots: np.ndarray, value: float) -> np.ndarray:
-    """Weights of a piecewise linear function at `value`: flat below the first knot, straight on above
-    the last."""
-    weights = np.zeros(len(knots))
-    if len(knots) == 1 or value <= knots[0]:
-        weights[0] = 1.0
-        return weights
-    right = min(int(np.searchsorted(knots, value)), len(knots) - 1)
-    share = (value - knots[right - 1]) / (knots[right] - knots[right - 1])
-    weights[right - 1], weights[right] = 1.0 - share, share
-    return weights
+def _hat(knots_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
+    """Weights [C, K] of a piecewise linear function at each value: flat below the first knot, straight on
+    above the last."""
+    weights_CK = np.zeros((len(values_C), len(knots_K)))
+    if len(knots_K) == 1:
+        weights_CK[:] = 1.0
+        return weights_CK
+    place_C = np.arange(len(values_C))
+    right_C = np.searchsorted(knots_K, values_C).clip(1, len(knots_K) - 1)
+    left_C = right_C - 1
+    share_C = ((values_C - knots_K[left_C]) / (knots_K[right_C] - knots_K[left_C])).clip(min=0.0)
+    weights_CK[place_C, left_C] = 1.0 - share_C
+    weights_CK[place_C, right_C] = share_C
+    return weights_CK

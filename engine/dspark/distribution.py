@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from engine.sampling.params import RowSampling
+from engine.sampling.truncate import kept_ids
 
 _LOWEST = float("-inf")
 
@@ -41,47 +41,39 @@ def distribution(
     logits_MV: torch.Tensor, rows: Sequence[RowSampling], positions: Sequence[int] | None = None
 ) -> Distribution:
     """What each row samples from; `positions` None says that logits are edited already. Reads only."""
-    values_MV = logits_MV.to(torch.float32, copy=True)
-    bad_M = ~torch.isfinite(values_MV.amax(-1))
+    scaled_MV = logits_MV.to(torch.float32, copy=True)
     edited: dict[int, torch.Tensor] = {}
+    unusable: list[int] = []
     if positions is not None:
         for m in [m for m, row in enumerate(rows) if row.edits_at(positions[m])]:
-            rows[m].edit(values_MV[m], positions[m])
+            if not torch.isfinite(scaled_MV[m].amax()):
+                unusable.append(m)
+            rows[m].edit(scaled_MV[m], positions[m])
             if not rows[m].bare:
-                edited[m] = values_MV[m].clone()
-        bad_M = bad_M | ~torch.isfinite(values_MV.amax(-1))
-    device = logits_MV.device
-    cut = [m for m, row in enumerate(rows) if row.truncates]
-    wide_MV = values_MV[cut].double() if cut else None
-    temperature_M1 = torch.tensor([[row.temperature] for row in rows], dtype=torch.float64, device=device)
+                edited[m] = scaled_MV[m].clone()
+    cut = {m: scaled_MV[m].clone() for m, row in enumerate(rows) if row.truncates}
     if any(row.temperature != 1.0 for row in rows):
-        values_MV /= temperature_M1.float()
+        scaled_MV /= torch.tensor([[row.temperature] for row in rows], device=scaled_MV.device)
+    lse_M = torch.logsumexp(scaled_MV, -1)
+    bad_M = ~torch.isfinite(lse_M)
+    # A mask may hide what is no number.
+    bad_M[unusable] = True
     kept: dict[int, torch.Tensor] = {}
-    if wide_MV is not None:
-        mask_MV = kept_mask(wide_MV / temperature_M1[cut], [rows[m] for m in cut])
-        values_MV[cut] = values_MV[cut].masked_fill(~mask_MV, _LOWEST)
-        kept = {m: mask_MV[n].nonzero()[:, 0] for n, m in enumerate(cut) if not rows[m].bare}
-    return Distribution(values_MV, torch.logsumexp(values_MV, -1), bad_M, edited, kept)
+    for m, edited_V in cut.items():
+        if not bad_M[m]:
+            ids_N = _kept(edited_V, rows[m])
+            remaining_N = scaled_MV[m, ids_N]
+            scaled_MV[m] = _LOWEST
+            scaled_MV[m, ids_N] = remaining_N
+            lse_M[m] = torch.logsumexp(remaining_N, -1)
+            if not rows[m].bare:
+                kept[m] = ids_N
+    return Distribution(scaled_MV, lse_M, bad_M, edited, kept)
 
 
-def kept_mask(scaled_MV: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """bool [M, V]: ids that top-k, top-p and min-p leave, in turn; ties go to the lower id.
-
-    `scaled_MV` float64 are edited logits over temperature.
-    """
-    count, vocab_size = scaled_MV.shape
-    device = scaled_MV.device
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-    values_MV, ids_MV = torch.sort(scaled_MV, descending=True, stable=True)
-    mass_MV = (values_MV - values_MV[:, :1]).exp()
-    top_k = [row.params.top_k or vocab_size for row in rows]
-    mass_MV = mass_MV.masked_fill(torch.arange(vocab_size, device=device) >= column(top_k), 0.0)
-    top_p_M1 = column([row.params.top_p for row in rows])
-    before_MV = mass_MV.cumsum(-1) - mass_MV
-    reached_MV = (top_p_M1 < 1.0) & (before_MV >= top_p_M1 * mass_MV.sum(-1, keepdim=True))
-    least_M1 = column([max(row.params.min_p, float(np.finfo(np.float64).tiny)) for row in rows])
-    kept_MV = ~reached_MV & (mass_MV >= least_M1)
-    return torch.zeros(count, vocab_size, dtype=torch.bool, device=device).scatter_(1, ids_MV, kept_MV)
+def _kept(edited_V: torch.Tensor, row: RowSampling) -> torch.Tensor:
+    """Ids int64 [N] that truncation leaves, found on the host as plain sampling does it there."""
+    logits_V = edited_V.cpu()
+    weights_V = ((logits_V - logits_V.max()) * (1.0 / row.temperature)).exp()
+    ids, _ = kept_ids(weights_V.numpy(), logits_V.numpy(), 1.0 / row.temperature, row.params)
+    return torch.from_numpy(ids).to(edited_V.device)

@@ -52,11 +52,14 @@ class RejectionPick:
                 edited_V = logits_BV[b].float()
                 row.edit(edited_V, positions[b])
                 logits_BV[b] = edited_V
-        scores_BV = distribution(logits_BV, rows).scaled_MV.double()
+        scaled_BV = distribution(logits_BV, rows).scaled_MV
+        ids_B = scaled_BV.argmax(-1)
         drawn = [b for b, row in enumerate(rows) if not row.greedy]
         if drawn:
-            scores_BV[drawn] += self._noise.gumbel(drawn, [slot] * len(drawn), USE_DRAFT, logits_BV.shape[1])
-        return self._prefixes.note(scores_BV.nan_to_num(float("-inf")).argmax(-1))
+            weights_MV = torch.softmax(scaled_BV[drawn], -1).nan_to_num(0.0).double()
+            noise_MV = self._noise.exponential(drawn, [slot] * len(drawn), USE_DRAFT, logits_BV.shape[1])
+            ids_B[drawn] = (weights_MV / noise_MV).argmax(-1)
+        return self._prefixes.note(ids_B)
 
 
 class CoupledPick:

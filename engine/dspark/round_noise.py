@@ -31,16 +31,17 @@ class RoundNoise:
         self._device = torch.device(device)
         self._host = HostNoise() if self._device.type == "cpu" else None
 
-    def gumbel(self, rows: Sequence[int], slots: Sequence[int], use: int, vocab_size: int) -> torch.Tensor:
-        """float64 [M, V]: Gumbel values of row `rows[m]` in slot `slots[m]`."""
+    def exponential(self, rows: Sequence[int], slots: Sequence[int], use: int, vocab_size: int) -> torch.Tensor:
+        """float64 [M, V]: exponential values of row `rows[m]` in slot `slots[m]`. The argmax of weight over
+        exponential draws an id by its weight, as the argmax of logarithm plus Gumbel noise does."""
         if self._host is not None and vocab_size > _SEATING:
-            words = [
-                self._host.words(self._key(row, slot, use), vocab_size) for row, slot in zip(rows, slots, strict=True)
-            ]
-            words_MV = torch.from_numpy(np.stack(words).astype(np.float64))
+            keys = [self._key(row, slot, use) for row, slot in zip(rows, slots, strict=True)]
+            words_MV = torch.from_numpy(
+                np.stack([self._host.words(key, vocab_size).astype(np.float64) for key in keys])
+            )
         else:
             words_MV = self._words(rows, slots, use, vocab_size).double()
-        return -torch.log(-torch.log1p((words_MV + 0.5) * -WORD_SCALE))
+        return words_MV.add_(0.5).mul_(-WORD_SCALE).log1p_().neg_()
 
     def uniform(self, rows: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
         """float64 [M] in (0, 1): the numbers that acceptance tests compare with."""

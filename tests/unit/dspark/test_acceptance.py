@@ -276,25 +276,25 @@ class TestNoise:
         first, again = (RoundNoise([3], [9], [anchor], "cpu") for anchor in (10, 11))
         # Draft number 2 after anchor 10 and number 1 after anchor 11 stand at one position.
         for use in (1, 2, 3):
-            assert not torch.equal(first.gumbel([0], [2], use, 16), again.gumbel([0], [1], use, 16))
+            assert not torch.equal(first.exponential([0], [2], use, 16), again.exponential([0], [1], use, 16))
         assert first.uniform([0], [2]) != again.uniform([0], [1])
 
     def test_twins_with_one_seed_differ_by_sample_id(self):
         noise = RoundNoise([3, 3], [1, 2], [10, 10], "cpu")
-        pair = noise.gumbel([0, 1], [0, 0], 1, 16)
+        pair = noise.exponential([0, 1], [0, 0], 1, 16)
         assert not torch.equal(pair[0], pair[1])
         assert noise.uniform([0], [0]) != noise.uniform([1], [0])
 
     def test_uses_and_slots_are_apart_and_rows_do_not_matter(self):
         noise = RoundNoise([4, 3], [1, 1], [10, 10], "cpu")
-        words = {(use, slot): noise.gumbel([1], [slot], use, 16) for use in (1, 2, 3) for slot in range(3)}
+        words = {(use, slot): noise.exponential([1], [slot], use, 16) for use in (1, 2, 3) for slot in range(3)}
         assert len({tuple(value[0].tolist()) for value in words.values()}) == 9
         alone = RoundNoise([3], [1], [10], "cpu")
-        assert all(torch.equal(alone.gumbel([0], [slot], use, 16), value) for (use, slot), value in words.items())
+        assert all(torch.equal(alone.exponential([0], [slot], use, 16), value) for (use, slot), value in words.items())
 
     def test_host_and_device_words_agree(self):
         wide = RoundNoise([2**64 - 1], [2**63 + 5], [10], "cpu")
-        assert torch.equal(wide.gumbel([0], [3], 2, 300)[:, :200], wide.gumbel([0], [3], 2, 200))
+        assert torch.equal(wide.exponential([0], [3], 2, 300)[:, :200], wide.exponential([0], [3], 2, 200))
 
 
 class TestColumns:

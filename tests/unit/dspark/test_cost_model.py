@@ -49,7 +49,7 @@ def test_measured_steps_refine_it_and_a_machine_that_changes_is_followed():
     for shape in shapes(600, 1):
         model.observe(shape, law(shape) * rng.normal(1.0, 0.02))
     assert np.mean(relative_errors(model)) < 0.01
-    for shape in shapes(3000, 2):
+    for shape in shapes(1500, 2):
         model.observe(shape, 1.5 * law(shape))
     tested = list(shapes(200, 3))
     assert np.mean(model.predict(tested) / [law(s) for s in tested]) == pytest.approx(1.5, abs=0.05)
@@ -68,7 +68,7 @@ def test_a_hiccup_moves_it_little():
 def test_it_stays_finite_where_only_one_shape_is_ever_seen():
     model = seeded()
     shape = StepShape(16, 64, True, 1e5, 1e5)
-    for _ in range(5000):
+    for _ in range(1500):
         model.observe(shape, law(shape))
     assert model.predict([shape])[0] == pytest.approx(law(shape), rel=1e-3)
     predictions = model.predict(list(shapes(100, 4)))

@@ -175,7 +175,7 @@ class TestCausality:
     """The paper's example: steps per second 1, .5, .45; p = (.7, .3), q = (.5, .5); the second confidence
     reads the first draft."""
 
-    COUNT = 2000
+    COUNT = 1200
 
     def play(self, lens):
         tables = Tables(vocab=3)

@@ -23,6 +23,7 @@ from engine.kernels.skinny_matmul import skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
 from engine.layers.rotary import Rotary
 from engine.models.spec import RopeSpec
+from tests.unit.kernels.test_decode_step_interpreted import check_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -229,3 +230,7 @@ def test_a_replayed_graph_draws_the_next_position():
         graph.replay()
         host = sampler.sample(logits.float().cpu(), rows, [position] * 8)
         assert out.ids_B.tolist() == host.ids.tolist()
+
+
+def test_both_ends_of_a_step() -> None:
+    check_steps(torch.device("cuda"))

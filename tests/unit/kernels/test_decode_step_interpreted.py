@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -33,10 +34,10 @@ VOCAB = 1_000
 LAST_STOP = 800 + DeviceTable.MAX_STOPS - 1
 
 
-def make_table() -> DeviceTable:
+def make_table(device: torch.device) -> DeviceTable:
     """Slots 0 to 4 run, 5 has finished with its pages full, 6 was never handed out."""
-    table = DeviceTable(7, RING, torch.device("cpu"))
-    table.edits = DeviceEdits(7, VOCAB, 100, torch.device("cpu"))
+    table = DeviceTable(7, RING, device)
+    table.edits = DeviceEdits(7, VOCAB, 100, device)
     table.admit(
         [
             RowState(
@@ -49,7 +50,7 @@ def make_table() -> DeviceTable:
     return table
 
 
-def drawn_at(step: int) -> SampleOut:
+def drawn_at(step: int, device: torch.device) -> SampleOut:
     """Slot 2 draws its last stop id at step 1, slot 4 is bad at step 2. Padding is nonsense."""
     noise = torch.Generator().manual_seed(step)
     drawn = SampleOut.empty(len(SLOTS), "cpu", entropy=True)
@@ -60,7 +61,7 @@ def drawn_at(step: int) -> SampleOut:
     drawn.ids_B[SLOTS < 0] = 900
     if step == 1:
         drawn.ids_B[SLOTS == 2] = LAST_STOP
-    return drawn
+    return SampleOut(*(getattr(drawn, column.name).to(device) for column in fields(SampleOut)))
 
 
 def assert_equal_tables(table: DeviceTable, expected: DeviceTable) -> None:
@@ -71,30 +72,30 @@ def assert_equal_tables(table: DeviceTable, expected: DeviceTable) -> None:
     assert torch.equal(table.edits.columns.counts_CV, expected.edits.columns.counts_CV)
 
 
-def test_steps_equal_their_references() -> None:
+def check_steps(device: torch.device) -> None:
     """Padding, finished, bad and stopping rows; every ring wraps around."""
-    table = make_table()
+    table, slots = make_table(device), SLOTS.to(device)
     reference = copy.deepcopy(table)
-    page_tables_BP = torch.randperm(len(SLOTS) * COLUMNS).to(torch.int32).view(len(SLOTS), COLUMNS) + 1
+    page_tables_BP = torch.randperm(len(slots) * COLUMNS, device=device).to(torch.int32).view(len(slots), COLUMNS) + 1
     for step in range(STEPS):
         names = {"ids": torch.int64, "positions": torch.int64, "seq_lens": torch.int32, "write_slots": torch.int64}
-        inputs = {name: torch.full((len(SLOTS),), -9, dtype=dtype) for name, dtype in names.items()}
-        gather_rows(table, SLOTS, page_tables_BP, PAGE, *inputs.values())
-        expected = gather_rows_reference(reference, SLOTS, page_tables_BP, PAGE)
+        inputs = {name: torch.full((len(slots),), -9, dtype=dtype, device=device) for name, dtype in names.items()}
+        gather_rows(table, slots, page_tables_BP, PAGE, *inputs.values())
+        expected = gather_rows_reference(reference, slots, page_tables_BP, PAGE)
         for name, column in inputs.items():
             assert torch.equal(column, expected[name]), name
-        real, active = SLOTS >= 0, expected["active"]
-        reference.position_S[SLOTS[real]] = reference.computed_S[SLOTS[real]] + 1
-        reference.active_S[SLOTS[real]] = active[real].to(torch.uint8)
+        real, active = slots >= 0, expected["active"]
+        reference.position_S[slots[real]] = reference.computed_S[slots[real]] + 1
+        reference.active_S[slots[real]] = active[real].to(torch.uint8)
         assert_equal_tables(table, reference)
 
-        drawn = drawn_at(step)
-        advance_rows(table, SLOTS, drawn, count=True)
+        drawn = drawn_at(step, device)
+        advance_rows(table, slots, drawn, count=True)
         by_definition = torch.stack([getattr(drawn, f"{name}_B") for name in DEFINITIONS])
-        logprobs_B = by_definition.gather(0, reference.definition_S[SLOTS.clamp(min=0)].long()[None])[0]
+        logprobs_B = by_definition.gather(0, reference.definition_S[slots.clamp(min=0)].long()[None])[0]
         advance(
             reference,
-            SLOTS[active],
+            slots[active],
             SampleResult(
                 drawn.ids_B[active],
                 logprobs_B[active],
@@ -105,7 +106,11 @@ def test_steps_equal_their_references() -> None:
         )
         counted = active & (drawn.bad_B == 0)
         counts = reference.edits.columns
-        counts.counts_CV[counts.count_row_S[SLOTS[counted]].long(), drawn.ids_B[counted]] += 2
+        counts.counts_CV[counts.count_row_S[slots[counted]].long(), drawn.ids_B[counted]] += 2
         assert_equal_tables(table, reference)
     assert table.finished_S.tolist() == [RUNNING, RUNNING, STOPPED, STOPPED, BAD, STOPPED, STOPPED]
     assert table.new_S.tolist() == [STEPS, 6 + STEPS, 4, 4, 5, 5, 0]
+
+
+def test_steps_equal_their_references() -> None:
+    check_steps(torch.device("cpu"))

@@ -56,6 +56,11 @@ class BlockDrafterSpec:
 
 
 def read_drafter_spec(folder: str | Path) -> BlockDrafterSpec:
+    return drafter_spec_from_config(read_config(folder))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """A folder's `config.json`, of whatever layout."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -63,7 +68,7 @@ def read_drafter_spec(folder: str | Path) -> BlockDrafterSpec:
         raise InvalidRequest(field=str(path), expected="a readable JSON file", actual=error) from error
     if not isinstance(config, dict):
         raise InvalidRequest(field=str(path), expected="a JSON object", actual=config)
-    return drafter_spec_from_config(config)
+    return config
 
 
 def drafter_spec_from_config(config: dict[str, Any]) -> BlockDrafterSpec:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from engine.dspark.block_spec import FAMILIES, BlockDrafterSpec, check_fits, drafter_spec_from_config
+from engine.dspark.block_spec import FAMILIES, BlockDrafterSpec, check_fits, drafter_spec_from_config, read_config
 from engine.dspark.block_weights import SHARED_WITH_TARGET, block_weight_map
 from engine.errors import InvalidRequest, Unsupported
 from engine.models.spec import ModelSpec
@@ -49,7 +49,7 @@ def convert_drafter(source: Path, destination: Path, target: ModelSpec) -> Block
 
     Raises `Unsupported` or `InvalidRequest`, naming field or tensor, and writes nothing then.
     """
-    config = json.loads((source / "config.json").read_text())
+    config = read_config(source)
     tensors = _read_tensors(source)
     layout = layout_of(config)
     if layout != "deepspec":

@@ -62,18 +62,23 @@ def assert_exact(params, draft, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "draft"),
-    [("temperature_1", "sampled"), ("temperature_1", "argmax"), ("all_filters", "sampled"), ("top_p", "argmax")],
+    ("name", "draft", "count"),
+    [
+        ("temperature_1", "sampled", 1200),
+        ("temperature_1", "argmax", 1200),
+        ("all_filters", "sampled", 400),
+        ("top_p", "argmax", 400),
+    ],
 )
-def test_sequences_follow_the_targets_distribution(name, draft):
-    assert_exact(PARAMS[name], draft, 1200)
+def test_sequences_follow_the_targets_distribution(name, draft, count):
+    assert_exact(PARAMS[name], draft, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["sampled", "argmax"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_many_more_sequences_follow_the_targets_distribution(name, draft):
-    assert_exact(PARAMS[name], draft, 12_000)
+    assert_exact(PARAMS[name], draft, 6000)
 
 
 def assert_penalised(params, draft, count):

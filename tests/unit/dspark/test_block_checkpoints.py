@@ -106,6 +106,16 @@ def test_a_configuration_that_is_not_built_is_refused_by_name(field):
     assert (caught.value.field or "").split("[")[0] in (field, "draft_vocab_ids")
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_configuration_that_is_none_is_refused(tmp_path, text):
+    folder = save_drafter(tmp_path / "d", {}, checkpoint(random_drafter()))
+    (folder / "config.json").write_text(text)
+    for read in (read_drafter_spec, lambda source: convert_drafter(source, tmp_path / "out", TARGET)):
+        with pytest.raises(InvalidRequest, match=r"config\.json"):
+            read(folder)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_drafter_of_another_target_is_refused():
     check_fits(drafter_spec_from_config(drafter_config()), TARGET)
     for field, value in (("hidden_size", 128), ("vocab_size", 1024), ("num_target_layers", 5)):

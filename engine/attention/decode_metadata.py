@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.batch import SharedPrefix
 from engine.kernels.attention_tile import ceil_div, power_of_two
 from engine.kernels.decode_attention import States, TileConfig
 from engine.kernels.decode_work import ITEM, cut_rows
+from engine.memory.transfer import staged
 
 MIN_PREFIX_PIECE = 256
 """Tokens; shorter pieces spend more on storing states than they gain in parallelism."""
@@ -157,8 +159,7 @@ class DecodeMetadata:
         for piece in pieces:
             flat += piece
         flat += [0] * (self.packed.shape[0] - len(flat))
-        host = torch.tensor(flat, dtype=torch.int32)
-        self.packed.copy_(host.pin_memory() if self.packed.is_cuda else host, non_blocking=True)
+        self.packed.copy_(staged(np.array(flat, dtype=np.int32), self.packed.device), non_blocking=True)
         return len(kept)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.attention.base import PrefillPart
@@ -32,6 +33,7 @@ from engine.kernels.decode_attention import LayerShape, States, TileConfig, deco
 from engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
 from engine.memory.kv_pool import KVPool, pack
+from engine.memory.transfer import send, staged
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
 
@@ -167,7 +169,7 @@ class TritonAttention:
         if self._deterministic:
             items = sum(max(1, min(FIXED_SPLITS, -(-length // FIXED_MIN_SPLIT))) for length in lengths)
         metadata = self._buffers(kv_pool, rows, batch.page_tables_BP[:rows], bool(prefixes), items)
-        metadata.seq_lens_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+        metadata.seq_lens_B.copy_(staged(np.array(lengths, dtype=np.int32), kv_pool.device), non_blocking=True)
         if prefixes:
             metadata.set_prefixes(prefixes)
         metadata.cut()
@@ -183,7 +185,7 @@ class TritonAttention:
         for count in queries:
             starts.append(starts[-1] + count)
         parts = (lengths, starts, rows_X, queries_X)
-        packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32).to(kv_pool.device)
+        packed = send(np.array([value for part in parts for value in part], dtype=np.int32), kv_pool.device)
         seq_lens_B, query_starts_B1, tile_row_X, tile_query_X = packed.split([len(part) for part in parts])
         splits = 1
         if not self._deterministic:
@@ -258,7 +260,12 @@ class TritonAttention:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
         itemsize = kv_pool.dtype.itemsize
-        tiles = (decode_config(self._block_d, itemsize, shared), prefix_config(self._block_d, itemsize, self._group))
+        # A row's tiles may not depend on how many others there are.
+        rows = 1 << 20 if self._deterministic else max_rows
+        tiles = (
+            decode_config(self._block_d, itemsize, shared, rows),
+            prefix_config(self._block_d, itemsize, self._group),
+        )
         fixed = FIXED_SPLITS if self._deterministic else 0
         return decode_buffers(
             self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, fixed, num_items

@@ -62,7 +62,10 @@ class _Range:
             driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
         )
         self.num_bytes = -(-num_bytes // unit) * unit
-        self.address = int(_call(driver.cuMemAddressReserve, self.num_bytes, unit, 0, 0))
+        status, address = driver.cuMemAddressReserve(self.num_bytes, unit, 0, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise TooLarge(field=what, expected=f"{self.num_bytes} bytes of addresses", actual=status.name)
+        self.address = int(address)
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",

@@ -18,6 +18,7 @@ import torch
 
 from engine.kernels.sample_columns import EditColumns
 from engine.memory.lent_rows import LentRows, grown
+from engine.memory.transfer import send
 from engine.sampling.params import RowSampling
 
 _SHORT_COUNTS_BELOW = 1 << 14
@@ -55,7 +56,7 @@ class DeviceEdits:
         self._used = self._used or any(row.may_edit for row in rows)
         if not self._used or not slots:
             return
-        slots_N = self._send(np.array(slots, dtype=np.int64))
+        slots_N = send(np.array(slots, dtype=np.int64), self._device)
         values = zip(*(self._admit(slot, row) for slot, row in zip(slots, rows, strict=True)), strict=True)
         columns = self.columns
         for column, numbers in zip(
@@ -71,7 +72,7 @@ class DeviceEdits:
             values,
             strict=True,
         ):
-            column.index_copy_(0, slots_N, self._send(np.array(numbers)).to(column.dtype))
+            column.index_copy_(0, slots_N, send(np.array(numbers), self._device).to(column.dtype))
 
     def release(self, slots: list[int]) -> None:
         """Slots that nobody steps any more. What runs already still sees them as they were."""
@@ -101,7 +102,8 @@ class DeviceEdits:
         ids_N, counts_N = row.seen()
         counts_V = self.columns.counts_CV[number]
         counts_V.zero_()
-        counts_V[self._send(ids_N)] = self._send(2 * counts_N.astype(np.int32) + 1).to(counts_V.dtype)
+        seen_N = send(2 * counts_N.astype(np.int32) + 1, self._device)
+        counts_V[send(ids_N, self._device)] = seen_N.to(counts_V.dtype)
         return number
 
     def _bias_row(self, slot: int, key: tuple, ids: list[int], values: list[float]) -> int:
@@ -112,11 +114,6 @@ class DeviceEdits:
         if fresh:
             bias_V = self.columns.bias_MV[number]
             bias_V.zero_()
-            bias_V[self._send(np.array(ids, dtype=np.int64))] = self._send(np.array(values, dtype=np.float32))
+            ids_N = send(np.array(ids, dtype=np.int64), self._device)
+            bias_V[ids_N] = send(np.array(values, dtype=np.float32), self._device)
         return number
-
-    def _send(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)

@@ -17,6 +17,7 @@ import torch
 
 from engine.memory.device_columns import DeviceColumns
 from engine.memory.device_edits import DeviceEdits
+from engine.memory.transfer import send
 from engine.sampling.params import RowSampling
 
 RUNNING, STOPPED, BAD = 0, 1, 2
@@ -85,7 +86,7 @@ class DeviceTable:
         """Write rows that join; earlier work in the stream still sees the slot's former state."""
         if not rows:
             return
-        slots = self._send(np.array([row.slot for row in rows], dtype=np.int64))
+        slots = send(np.array([row.slot for row in rows], dtype=np.int64), self.device)
         seeds = np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)
         stops = np.full((len(rows), self.MAX_STOPS), -1, dtype=np.int32)
         for number, row in enumerate(rows):
@@ -106,7 +107,7 @@ class DeviceTable:
             (self.stop_ids_SK, stops),
         ]
         for target, values in columns:
-            target.index_copy_(0, slots, self._send(values))
+            target.index_copy_(0, slots, send(values, self.device))
         numbers = [row.slot for row in rows]
         self.columns.admit(numbers, [row.row.want for row in rows])
         if self.edits is not None:
@@ -117,9 +118,3 @@ class DeviceTable:
         self.columns.release(slots)
         if self.edits is not None:
             self.edits.release(slots)
-
-    def _send(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)

@@ -32,6 +32,7 @@ from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
+from engine.memory.transfer import staged
 from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
@@ -127,10 +128,11 @@ class GraphStepper:
         shared = bool(plan.prefixes)
         self._drop_moved()
         captured = self._captured.get((tier, shared, plan.modes)) or self._capture(tier, shared, plan.modes)
+        device = self._pool.device
         padded = np.full(tier, -1, dtype=np.int64)
         padded[:rows] = plan.slots
-        captured.slots_B.copy_(_pinned(padded), non_blocking=True)
-        captured.metadata.page_tables_BP[:rows, :columns].copy_(_pinned(plan.page_tables_BP), non_blocking=True)
+        captured.slots_B.copy_(staged(padded, device), non_blocking=True)
+        captured.metadata.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         if captured.metadata.prefix is not None:
             captured.metadata.set_prefixes(plan.prefixes)
         for _ in range(plan.steps):
@@ -244,8 +246,3 @@ class GraphStepper:
             return None
         self.graph_bytes += max(1, free - torch.cuda.mem_get_info(self._pool.device)[0])
         return graph.replay
-
-
-def _pinned(array: np.ndarray) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor

@@ -15,6 +15,7 @@ import torch
 
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
+from engine.memory.transfer import send
 from engine.sampling.draw import Drawn
 from engine.sampling.params import RowSampling
 from engine.sampling.truncate import kept_in_order
@@ -50,19 +51,14 @@ def _columns(rows: Sequence[RowSampling], positions: Sequence[int], device: torc
         [[0.0 if row.greedy else p.temperature, p.top_p, p.min_p] for row, p in zip(rows, params, strict=True)]
     )
     whole = np.array([[row.seed for row in rows], positions], dtype=np.uint64).view(np.int64)
-    temperature_S, top_p_S, min_p_S = _send(wide.T, device)
-    seed_S, position_S = _send(whole, device)
+    temperature_S, top_p_S, min_p_S = send(wide.T, device)
+    seed_S, position_S = send(whole, device)
     return SampleColumns(
         temperature_S=temperature_S,
-        top_k_S=_send(np.array([p.top_k for p in params], dtype=np.int32), device),
+        top_k_S=send(np.array([p.top_k for p in params], dtype=np.int32), device),
         top_p_S=top_p_S,
         min_p_S=min_p_S,
         seed_S=seed_S,
         position_S=position_S,
         active_S=torch.ones(len(rows), dtype=torch.uint8, device=device),
     )
-
-
-def _send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import ForwardBatch, SharedPrefix
 from engine.memory.request_table import RequestTable
+from engine.memory.transfer import send
 from engine.request import Sample
 from engine.scheduler.prefill import Prefill
 
@@ -111,7 +112,7 @@ class BatchBuilder:
         return self._shared
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return send(array, self._device)
 
 
 def shared_prefixes(page_tables_BP: np.ndarray, computed_B: np.ndarray, page_size: int) -> list[SharedPrefix]:

@@ -13,7 +13,7 @@ import torch
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, SampleResult
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.prefill import Prefill
@@ -39,6 +39,7 @@ class SerialLoop:
         self._sampler = sampler
         self._committer = committer
         self._counters = counters
+        self._held: tuple[list[Sample], SampleResult] | None = None
 
     in_flight = False
     """Nothing is ever left uncommitted between steps."""
@@ -49,12 +50,19 @@ class SerialLoop:
         return self._run(decode=True)
 
     def prefill(self) -> bool:
-        """The part of a step that is not decoding: chunks of prefills and first tokens."""
+        """The part of a step that is not decoding: chunks of prefills and first tokens.
+
+        First tokens are committed when the next chunk is under way, so that the device does not wait
+        for the host; `settle` commits the last ones.
+        """
         return self._run(decode=False)
 
     def settle(self) -> bool:
-        """Make the host's view whole, which here it always is."""
-        return False
+        """Make the host's view whole: commit first tokens still held. Whether there were any."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._committer.commit(*held)
+        return held is not None
 
     def _run(self, decode: bool) -> bool:
         began = time.perf_counter()
@@ -72,10 +80,11 @@ class SerialLoop:
         if not (rows or chunks or started):
             return False
         logits_RV = self._forward(rows, chunks) if rows or chunks else None
+        self.settle()
         for prefill, _ in chunks:
             if prefill.done:
                 started += self._complete(prefill)
-        self._sample(rows, started, logits_RV)
+        self._sample(rows, started, logits_RV, hold=not decode)
         self._counters.steps += 1
         self._counters.decode_rows += len(rows)
         self._counters.step_seconds += time.perf_counter() - began
@@ -120,7 +129,7 @@ class SerialLoop:
         return started
 
     def _sample(
-        self, decode: list[Sample], started: list[tuple[Sample, Prefill]], logits_RV: torch.Tensor | None
+        self, decode: list[Sample], started: list[tuple[Sample, Prefill]], logits_RV: torch.Tensor | None, hold: bool
     ) -> None:
         samples = decode + [sample for sample, _ in started]
         if not samples:
@@ -131,4 +140,6 @@ class SerialLoop:
             parts.append(prefill.logits_1V)
         logits_SV = parts[0] if len(parts) == 1 else torch.cat(parts)
         result = self._sampler.sample(logits_SV, [s.row for s in samples], [s.length for s in samples])
-        self._committer.commit(samples, result)
+        self._held = samples, result
+        if not hold:
+            self.settle()

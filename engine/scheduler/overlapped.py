@@ -80,6 +80,7 @@ class OverlappedLoop:
                 if not (scheduler.wants_prefill and self._serial.prefill()):
                     break
                 worked = True
+            self._serial.settle()
         previous = self._flying
         # With prefill under way the host comes back at once: the batch is about to grow.
         self._flying = self._launch(previous, 1 if scheduler.prefills else self._burst)

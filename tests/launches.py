@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -60,6 +61,9 @@ def build(launch: Launch, capability: int):
             signature[name] = TYPES[value.dtype]
             if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            kind = TYPES[value.base.dtype].removeprefix("*")
+            signature[name] = f"tensordesc<{kind}{list(value.block_shape)}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1:

@@ -1,9 +1,11 @@
 """Products whose rows keep their bits whatever stands beside them.
 
 Owns x @ w.T for any number of rows, as the deterministic engine needs it: a library picks another
-algorithm for another number of rows, and with it another order of sums. Here an output is one sum
-over the inputs in order, in steps of one tensor-core instruction, with fp32 in between; tiles
-differ by the number of rows, the order never does. Ignores speed beyond that.
+algorithm for another number of rows, and with it another order of sums. Here the inputs are cut into
+segments that follow from the weight's shape alone. A segment is summed in order, in steps of one
+tensor-core instruction, with fp32 in between; an output is 0 + segment 0 + segment 1 and so on. Tiles,
+and who computes which segment, differ by the number of rows, the order never does. Ignores which
+tiles are fast (`invariant_tiles`).
 
 Up to 64 rows are the columns of the product, more are its rows: Hopper's instruction takes at least
 64 rows and sums either way in the same order (a test holds it to that).
@@ -13,6 +15,7 @@ Shapes: M rows, K input features, N output features.
 
 # Launch options and constants are invisible to the type checker in Triton kernels.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,51 +23,88 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.early import await_inputs, is_early, options, prefetch, release_next
+from engine.kernels.invariant_tiles import SPLIT_ELEMENTS, InvariantTile, segments_of, tile_for
 from engine.layers.matmul import linear
 
 invariant_matmul_reference = linear
 
+PREFETCHED = 1024
+"""Bytes of each weight row of a program that are asked for before its inputs are there."""
 
-@dataclass(slots=True, frozen=True)
-class InvariantTile:
-    """Rows, outputs and inputs of a tile, warps, loads in flight, and whether outputs are its rows."""
 
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-    swapped: bool
+@dataclass(slots=True)
+class Partials:
+    """Room for the segments of a split product, and zeros that are zeros again afterwards. Products
+    that may overlap must not share it; launches in order may."""
+
+    sums: torch.Tensor
+    arrived: torch.Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device | str) -> Partials:
+        sums = torch.empty(SPLIT_ELEMENTS, dtype=torch.float32, device=device)
+        return cls(sums, torch.zeros(SPLIT_ELEMENTS // 256, dtype=torch.int32, device=device))
 
 
 @triton.jit
-def invariant_matmul_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, x_stride,
-    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+def _origin(tile, tiles_m, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """First row and output of a tile. Tiles that are computed together share a band of rows, and so
+    the weights they read."""
+    BAND: tl.constexpr = 8
+    band = tile // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = tile - band * BAND * tiles_n
+    return (band * BAND + within % height) * BM, within // height * BN
+
+
+@triton.jit
+def _store(out_ptr, bias_ptr, y_MN, first_m, first_n, rows, N: tl.constexpr, BIAS: tl.constexpr):
+    m = first_m + tl.arange(0, y_MN.shape[0])
+    n = first_n + tl.arange(0, y_MN.shape[1])
+    if BIAS:
+        y_MN += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at_MN = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptr + at_MN, y_MN.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def invariant_tile_kernel(
+    x_ptr, weight_ptr, x_box, weight_box, bias_ptr, out_ptr, parts_ptr, arrived_ptr, rows, x_stride,
+    N: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, SWAPPED: tl.constexpr, SPLIT: tl.constexpr, BOXED: tl.constexpr, BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A tile a program, or with SPLIT one segment of it, the last of which to arrive adds them up."""
+    program = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
+    SPAN: tl.constexpr = K // SEGMENTS if SPLIT else K
+    tile, start = program, 0
+    if SPLIT:
+        tile, start = program // SEGMENTS, program % SEGMENTS * SPAN
+    first_m, first_n = _origin(tile, tiles_m, tiles_n, BM, BN)
+    n = first_n + tl.arange(0, BN)
+    k = start + tl.arange(0, BK)
+    if PREFETCH > 0:
+        for row in range(first_n, tl.minimum(first_n + BN, N)):
+            prefetch(weight_ptr + row.to(tl.int64) * K + start, PREFETCH, EARLY)
     await_inputs(EARLY)
     release_next(EARLY)
-    # Programs that run together share a band of rows, and so the weights they read.
-    BAND: tl.constexpr = 8
-    tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
-    program = tl.program_id(0)
-    band = program // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    within = program - band * BAND * tiles_n
-    first_m = (band * BAND + within % height) * BM
-    first_n = within // height * BN
-    m = first_m + tl.arange(0, BM)
-    n = first_n + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    # Places past the end read the last row again: what they give is not stored.
-    x_ptr += tl.minimum(m, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptr += tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    if not BOXED:
+        # Places past the end read the last row again: what they give is not stored.
+        m = tl.minimum(first_m + tl.arange(0, BM), rows - 1)
+        x_ptr += m.to(tl.int64)[:, None] * x_stride + k[None, :]
+        weight_ptr += tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    # Sums of the segments before, and of the one at hand.
+    total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), tl.float32)
     sums = tl.zeros((BN, BM) if SWAPPED else (BM, BN), tl.float32)
-    for at in tl.range(0, K, BK, num_stages=STAGES):
-        if K % BK == 0:
+    for at in tl.range(0, SPAN, BK, num_stages=STAGES):
+        if BOXED:
+            x_MK = x_box.load([first_m, start + at])
+            weight_NK = weight_box.load([first_n, start + at])
+        elif K % BK == 0:
             x_MK = tl.load(x_ptr + at)
             weight_NK = tl.load(weight_ptr + at)
         else:
@@ -74,22 +114,63 @@ def invariant_matmul_kernel(
             sums = tl.dot(weight_NK, tl.trans(x_MK), sums, input_precision="ieee")
         else:
             sums = tl.dot(x_MK, tl.trans(weight_NK), sums, input_precision="ieee")
-    y_MN = tl.trans(sums) if SWAPPED else sums
-    if BIAS:
-        y_MN += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at_MN = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptr + at_MN, y_MN.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+        if SEGMENTS > 1 and not SPLIT:  # noqa: SIM102 (known when compiled; the next is not)
+            if (at + BK) % (K // SEGMENTS) == 0:
+                total += sums
+                sums = tl.zeros_like(sums)
+    if SPLIT:
+        SIZE: tl.constexpr = BM * BN
+        inside = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
+        tl.store(parts_ptr + program * SIZE + inside, sums)
+        tl.debug_barrier()  # every thread's sums are stored before the program counts as arrived
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") != SEGMENTS - 1:
+            return
+        tl.debug_barrier()
+        tl.store(arrived_ptr + tile, 0)
+        for segment in range(SEGMENTS):
+            total += tl.load(parts_ptr + (tile * SEGMENTS + segment) * SIZE + inside, cache_modifier=".cg")
+    elif SEGMENTS == 1:
+        total += sums
+    y_MN = tl.trans(total) if SWAPPED else total
+    _store(out_ptr, bias_ptr, y_MN, first_m, first_n, rows, N, BIAS)
 
 
-def tile_for(rows: int, outputs: int, itemsize: int) -> InvariantTile:
-    if itemsize > 2:
-        # Without tensor cores operands live in registers, and there is one order of sums anyway.
-        return InvariantTile(16, 32, 16, 4, 2, False)
-    if rows <= 64:
-        return InvariantTile(max(16, triton.next_power_of_2(rows)), 64, 128, 4, 4, True)
-    if rows <= 128 or outputs < 8192:
-        return InvariantTile(128, 64 if rows <= 512 else 128, 64, 4 if rows <= 512 else 8, 4, False)
-    return InvariantTile(128, 128 if rows <= 512 else 256, 64, 8, 4 if rows <= 512 else 3, False)
+@triton.jit
+def invariant_stream_kernel(
+    x_box, weight_box, bias_ptr, out_ptr, rows,
+    N: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Tiles one after the other in a program for each multiprocessor: one loop over all their inputs,
+    so that loads for a tile begin while the one before is finished."""
+    await_inputs(EARLY)
+    release_next(EARLY)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    tiles_m, tiles_n = tl.cdiv(rows, BM), tl.cdiv(N, BN)
+    programs = tl.num_programs(0)
+    tile = tl.program_id(0) - programs
+    count = tl.cdiv(tiles_m * tiles_n - tl.program_id(0), programs)
+    first_m, first_n, step = 0, 0, STEPS - 1
+    total = tl.zeros((BM, BN), tl.float32)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, count * STEPS, num_stages=STAGES):
+        step = tl.where(step == STEPS - 1, 0, step + 1)
+        if step == 0:
+            tile += programs
+            first_m, first_n = _origin(tile, tiles_m, tiles_n, BM, BN)
+        x_MK = x_box.load([first_m, step * BK])
+        weight_NK = weight_box.load([first_n, step * BK])
+        sums = tl.dot(x_MK, tl.trans(weight_NK), sums, input_precision="ieee")
+        if SEGMENTS > 1:
+            if (step + 1) % (STEPS // SEGMENTS) == 0:
+                total += sums
+                sums = tl.zeros((BM, BN), tl.float32)
+                if step == STEPS - 1:
+                    _store(out_ptr, bias_ptr, total, first_m, first_n, rows, N, BIAS)
+                    total = tl.zeros((BM, BN), tl.float32)
+        elif step == STEPS - 1:
+            _store(out_ptr, bias_ptr, sums, first_m, first_n, rows, N, BIAS)
+            sums = tl.zeros((BM, BN), tl.float32)
 
 
 def invariant_matmul(
@@ -97,33 +178,70 @@ def invariant_matmul(
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    partials: Partials | None = None,
+    segments: int | None = None,
     tile: InvariantTile | None = None,
 ) -> torch.Tensor:
-    """[M, N] in the dtype of `x_MK`."""
+    """[M, N] in the dtype of `x_MK`. Without `partials` no tile is split, which is slower for few rows.
+
+    `segments` are those of the whole weight where `weight_NK` is a part of it.
+    """
     rows, inputs = x_MK.shape
     outputs = weight_NK.shape[0]
     assert weight_NK.is_contiguous() and x_MK.stride(1) == 1, "rows must be contiguous"
     out = x_MK.new_empty(rows, outputs) if out is None else out
-    tile = tile or tile_for(rows, outputs, x_MK.element_size())
+    if not rows:
+        return out
+    boxed = _boxable(x_MK) and _boxable(weight_NK)
+    segments = segments or segments_of(outputs, inputs)
+    tile = tile or tile_for(rows, outputs, segments, x_MK.element_size(), boxed, _processors(x_MK))
+    assert not tile.boxed or boxed, "tensor maps need aligned rows on a device that has them"
     early = is_early(x_MK)
-    if rows:
-        invariant_matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-            x_MK,
-            weight_NK,
-            x_MK if bias_N is None else bias_N,
-            out,
-            rows,
-            x_MK.stride(0),
-            N=outputs,
-            K=inputs,
-            BM=tile.rows,
-            BN=tile.outputs,
-            BK=tile.inputs,
-            STAGES=tile.stages,
-            SWAPPED=tile.swapped,
-            BIAS=bias_N is not None,
-            EARLY=early,
-            num_warps=tile.warps,
-            **options(early),
-        )
+    x_box, weight_box = x_MK, weight_NK
+    if tile.boxed:
+        x_box = TensorDescriptor(x_MK, [rows, inputs], [x_MK.stride(0), 1], [tile.rows, tile.inputs])
+        weight_box = TensorDescriptor(weight_NK, [outputs, inputs], [inputs, 1], [tile.outputs, tile.inputs])
+    assert inputs % segments == 0 and (segments == 1 or inputs // segments % tile.inputs == 0), f"{segments} segments"
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    common = dict(
+        N=outputs, K=inputs, SEGMENTS=segments, BM=tile.rows, BN=tile.outputs, BK=tile.inputs, STAGES=tile.stages,
+        BIAS=bias_N is not None, EARLY=early, num_warps=tile.warps, **options(early),
+    )  # fmt: skip
+    bias = x_MK if bias_N is None else bias_N
+    if tile.stream:
+        grid = (min(tiles, _processors(x_MK)),)
+        invariant_stream_kernel[grid](x_box, weight_box, bias, out, rows, **common)
+        return out
+    split = tile.split and segments > 1 and partials is not None
+    if split:
+        assert partials is not None
+        needed = tiles * segments * tile.rows * tile.outputs
+        split = needed <= partials.sums.shape[0] and tiles <= partials.arrived.shape[0]
+    invariant_tile_kernel[(tiles * (segments if split else 1),)](
+        x_MK,
+        weight_NK,
+        x_box,
+        weight_box,
+        bias,
+        out,
+        partials.sums if split and partials is not None else out,
+        partials.arrived if split and partials is not None else out,
+        rows,
+        x_MK.stride(0),
+        SWAPPED=tile.swapped,
+        SPLIT=split,
+        BOXED=tile.boxed,
+        PREFETCH=min(PREFETCHED, inputs * x_MK.element_size()) if early and tile.swapped else 0,
+        **common,
+    )
     return out
+
+
+def _boxable(x_MK: torch.Tensor) -> bool:
+    """Whether tensor maps can describe it. The interpreter has them on the CPU."""
+    aligned = x_MK.stride(0) * x_MK.element_size() % 16 == 0 and x_MK.data_ptr() % 16 == 0
+    return aligned and (is_early(x_MK) or not x_MK.is_cuda)
+
+
+def _processors(x_MK: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(x_MK.device).multi_processor_count if x_MK.is_cuda else 2

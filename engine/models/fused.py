@@ -18,7 +18,8 @@ import torch
 from engine.errors import Unsupported
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
-from engine.kernels.invariant_matmul import invariant_matmul
+from engine.kernels.invariant_matmul import Partials, invariant_matmul
+from engine.kernels.invariant_tiles import segments_of
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
@@ -55,7 +56,7 @@ class FusedForward:
     def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, deterministic: bool = False) -> None:
         if deterministic and model.parallel.size > 1:
             raise Unsupported(field="deterministic", expected="one rank", actual=f"{model.parallel.size} ranks")
-        self._deterministic = deterministic
+        self._partials = Partials.empty(kv_pool.device) if deterministic else None
         self._model = model
         self._pool = kv_pool
         self._eps = model.spec.rms_eps
@@ -148,7 +149,9 @@ class FusedForward:
         return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
 
     def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        return invariant_matmul(x_TD, layer.weight, layer.bias) if self._deterministic else layer(x_TD)
+        if self._partials is None:
+            return layer(x_TD)
+        return invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
 
     def _rotated(
         self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor
@@ -175,12 +178,14 @@ class FusedForward:
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         if self._kind(hidden_RD) is Rows.ONE:
             return gemv(hidden_RD, head.weight[part])
-        if self._deterministic:
-            return invariant_matmul(hidden_RD, head.weight[part])
+        if self._partials is not None:
+            segments = segments_of(*head.weight.shape)
+            return invariant_matmul(hidden_RD, head.weight[part], partials=self._partials, segments=segments)
         return head.project(hidden_RD, part)
 
     def _kind(self, x_TD: torch.Tensor) -> Rows:
-        if self._deterministic or x_TD.dtype != torch.bfloat16 or self._model.parallel.size > 1 or self._gate_bias:
+        alone = self._partials is None and self._model.parallel.size == 1 and not self._gate_bias
+        if not alone or x_TD.dtype != torch.bfloat16:
             return Rows.MANY
         rows, width = x_TD.shape
         if rows == 1:

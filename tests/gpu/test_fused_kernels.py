@@ -14,7 +14,8 @@ from engine.types import SamplingParams, Want
 pytest.importorskip("triton")
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
 from engine.kernels.gemv import InputNorm, gemv, gemv_reference
-from engine.kernels.invariant_matmul import invariant_matmul
+from engine.kernels.invariant_matmul import Partials, invariant_matmul
+from engine.kernels.invariant_tiles import segments_of
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
@@ -142,16 +143,22 @@ def test_products_of_few_rows_and_the_norm_between(rows, width, inner):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (576, 1536), (9000, 1024)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (576, 1536), (9000, 1024), (4096, 12288), (40960, 512)])
 def test_invariant_products_keep_a_rows_bits(outputs, inputs, dtype):
-    """Over all tiles: rows as columns of the product, few rows, many."""
+    """Over all tiles: rows as columns of the product, few rows, many; segments split and not."""
     x, weight = noise(1100, inputs).to(dtype), noise(outputs, inputs, scale=inputs**-0.5).to(dtype)
     whole = invariant_matmul(x, weight, out=torch.full((1100, outputs), float("nan"), dtype=dtype, device="cuda"))
     error = relative(whole, x.double() @ weight.double().t())
     assert error < (6e-3 if dtype == torch.bfloat16 else 1e-5)
-    for start, rows in ((3, 1), (900, 7), (40, 30), (100, 64), (64, 65), (7, 128), (500, 300), (0, 600)):
-        part = invariant_matmul(x[start : start + rows], weight)
-        assert torch.equal(part, whole[start : start + rows]), f"{rows} rows"
+    partials = Partials.empty("cuda")
+    for start, rows in ((3, 1), (900, 7), (40, 30), (100, 64), (64, 65), (7, 128), (500, 256), (500, 300), (0, 600)):
+        for room in (partials, None):
+            part = invariant_matmul(x[start : start + rows], weight, partials=room)
+            assert torch.equal(part, whole[start : start + rows]), f"{rows} rows"
+    assert not partials.arrived.any()
+    if dtype == torch.bfloat16:
+        part = invariant_matmul(x, weight[64:320], segments=segments_of(outputs, inputs))
+        assert torch.equal(part, whole[:, 64:320]), "a part of the outputs"
 
 
 def doubled(options):

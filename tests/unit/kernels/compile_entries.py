@@ -18,7 +18,8 @@ from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
-from engine.kernels.invariant_matmul import invariant_matmul
+from engine.kernels.invariant_matmul import Partials, invariant_matmul
+from engine.kernels.invariant_tiles import InvariantTile, segments_of, tile_for
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
@@ -66,7 +67,17 @@ def products(capability: int) -> None:
     gemv(x[:1], weight, norm=norm, gated=gated)
     unscaled = skinny_matmul_then_norm(x, weight[:1024], None, x.clone(), norm)
     skinny_matmul(unscaled, weight, gated=gated, config=SkinnyConfig(64, 64, 4, 4) if gated else None)
-    invariant_matmul(x if gated else torch.zeros(600, 1024, dtype=BF16), weight)
+
+
+def invariant_products(capability: int) -> None:
+    """One row, a step's rows, a prompt; tensor maps from compute capability 9.0 on."""
+    partials, boxed = Partials.empty("cpu"), capability >= 90
+    for rows, outputs in ((1, 2048), (200, 2048), (2000, 16384)):
+        x, weight = torch.zeros(rows, 2048, dtype=BF16), torch.zeros(outputs, 2048, dtype=BF16)
+        tile = tile_for(rows, outputs, segments_of(outputs, 2048), 2, boxed, 132)
+        invariant_matmul(x, weight, partials=partials, tile=tile)
+    tile = InvariantTile(16, 64, 64, 4, 2, boxed=True, stream=True)  # where there are no tensor maps, plain loads
+    invariant_matmul(torch.zeros(600, 1024, dtype=BF16), torch.zeros(512, 1024, dtype=BF16), segments=1, tile=tile)
 
 
 def step_ends(capability: int) -> None:
@@ -145,6 +156,7 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     elementwise,
     rope,
     products,
+    invariant_products,
     step_ends,
     decode_rows,
     prefill_rows,

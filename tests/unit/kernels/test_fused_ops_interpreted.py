@@ -9,7 +9,8 @@ import torch
 
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
 from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
-from engine.kernels.invariant_matmul import InvariantTile, invariant_matmul, invariant_matmul_reference
+from engine.kernels.invariant_matmul import Partials, invariant_matmul, invariant_matmul_reference
+from engine.kernels.invariant_tiles import SEGMENT_MULTIPLE, InvariantTile, segments_of, tile_for
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
@@ -120,11 +121,44 @@ def test_products_of_few_rows_and_the_norm_between(rows, config):
     torch.testing.assert_close(plain, gemv_reference(expected, second, bias[:36], norm), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "tile", [InvariantTile(16, 16, 16, 2, 2, False), InvariantTile(16, 64, 32, 4, 2, True)], ids=str
-)
-@pytest.mark.parametrize("rows", [1, 21, 40])
-def test_invariant_products(rows, tile):
-    x, weight, bias = noise(rows, 80), noise(70, 80, seed=1), noise(70, seed=2)
-    out = invariant_matmul(x, weight, bias, out=poison(rows, 70), tile=tile)
-    torch.testing.assert_close(out, invariant_matmul_reference(x, weight, bias), atol=1e-4, rtol=1e-5)
+INVARIANT_TILES = [
+    InvariantTile(16, 16, 16, 2, 2),
+    InvariantTile(16, 64, 32, 4, 2, swapped=True),
+    InvariantTile(16, 32, 16, 4, 2, split=True),
+    InvariantTile(16, 64, 16, 4, 2, swapped=True, split=True, boxed=True),
+    InvariantTile(16, 32, 16, 4, 2, boxed=True, stream=True),
+]
+
+
+@pytest.mark.parametrize("tile", INVARIANT_TILES, ids=str)
+@pytest.mark.parametrize(("rows", "segments"), [(1, 1), (21, 3), (40, 3), (40, 1)])
+def test_invariant_products(rows, segments, tile):
+    x, weight, bias = noise(rows, 96), noise(72, 96, seed=1), noise(72, seed=2)
+    partials = Partials.empty("cpu")
+    for _ in range(2):  # the second time over what the first left
+        out = invariant_matmul(x, weight, bias, poison(rows, 72), partials, segments, tile)
+        torch.testing.assert_close(out, invariant_matmul_reference(x, weight, bias), atol=1e-4, rtol=1e-5)
+        assert not partials.arrived.any()
+
+
+def test_who_sums_a_segment_changes_no_bits():
+    """The same segments, each by a program of its own, in one program, and without room to split."""
+    x, weight = noise(33, 96), noise(40, 96, seed=1)
+    tile = InvariantTile(16, 16, 16, 4, 2, split=True)
+    split = invariant_matmul(x, weight, None, poison(33, 40), Partials.empty("cpu"), 3, tile)
+    for boxed, stream in ((False, False), (True, False), (True, True)):
+        other = replace(tile, split=False, boxed=boxed, stream=stream)
+        assert torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 3, other), split)
+    assert torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 3, tile), split)
+    assert not torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 1, tile), split)
+
+
+def test_segments_follow_from_the_weight():
+    assert [segments_of(*shape) for shape in ((4096, 4096), (4096, 12288), (6144, 4096))] == [4, 4, 4]
+    assert [segments_of(*shape) for shape in ((24576, 4096), (151936, 4096), (576, 576), (1024, 1024))] == [1, 1, 1, 2]
+    for rows in (1, 64, 65, 200, 9000):
+        for segments in (1, 4):
+            for itemsize, boxed in ((2, True), (2, False), (4, False)):
+                tile = tile_for(rows, 4096, segments, itemsize, boxed, 132)
+                assert SEGMENT_MULTIPLE % tile.inputs == 0, "segments are whole tiles"
+                assert boxed or not (tile.boxed or tile.stream)

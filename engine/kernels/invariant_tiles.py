@@ -1,0 +1,67 @@
+"""Segments and tiles of products whose rows keep their bits.
+
+Owns the cut of a weight's inputs into segments, which decides the order of sums and so may follow from
+the weight's shape only, and the choice of tiles, which may follow from anything. Ignores how they are
+computed (`invariant_matmul`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SEGMENTS = 4
+MIN_SEGMENT = 512
+SEGMENT_MULTIPLE = 128
+WANTED = 128
+"""Programs of 128 outputs and one segment that a weight should have, for the rows of one tile."""
+
+SPLIT_ELEMENTS = 384 * 128 * 128
+"""Sums that segments of a split product may leave in memory: three programs for each of 128 processors."""
+
+
+@dataclass(slots=True, frozen=True)
+class InvariantTile:
+    """Rows, outputs and inputs of a tile, warps, loads in flight. `swapped` makes outputs the rows of the
+    instruction, `split` gives each segment a program, `boxed` loads by tensor maps, and `stream` has a
+    program compute tiles one after the other."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    split: bool = False
+    boxed: bool = False
+    stream: bool = False
+
+
+def segments_of(outputs: int, inputs: int) -> int:
+    """Narrow weights have too few outputs to occupy a GPU, so their inputs are cut."""
+    wanted = -(-WANTED // -(-outputs // 128))
+    segments = 1
+    while segments < min(wanted, MAX_SEGMENTS):
+        longer = 2 * segments
+        if inputs % (longer * SEGMENT_MULTIPLE) or inputs // longer < MIN_SEGMENT:
+            break
+        segments = longer
+    return segments
+
+
+def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool, processors: int) -> InvariantTile:
+    """`boxed` says whether tensor maps may be used."""
+    if itemsize > 2:
+        # Without tensor cores operands live in registers, and there is one order of sums anyway.
+        return InvariantTile(16, 32, 16, 4, 2)
+    if rows <= 64:
+        # Two programs fit a multiprocessor: one waits for its inputs while the other ends.
+        width = max(16, 1 << (rows - 1).bit_length())
+        return InvariantTile(width, 64, 128, 4, {16: 5, 32: 4, 64: 3}[width], swapped=True, split=True, boxed=boxed)
+    tiles = -(-rows // 128) * -(-outputs // 128)
+    if tiles < processors or not boxed:
+        small = tiles * segments < processors
+        return InvariantTile(128, 64 if small else 128, 64, 4 if small else 8, 4, split=tiles < processors, boxed=boxed)
+    if segments > 1 or tiles < 3 * processors:
+        # Sums of two segments at once leave room for no more outputs.
+        return InvariantTile(128, 128, 64, 8, 4, boxed=True, stream=True)
+    return InvariantTile(128, 256, 64, 8, 4, boxed=True, stream=True)

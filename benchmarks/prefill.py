@@ -75,20 +75,25 @@ class Waits:
         return max(b - a for a, b in itertools.pairwise(times)) * 1e3
 
 
-def longest_wait_ms(engine: Engine) -> float:
-    """The longest wait of one decoding sample while 64 prompts of 1,024 tokens arrive at once."""
+def longest_wait_ms(engine: Engine, others: int = 64, length: int = 1024) -> float:
+    """The longest wait of one decoding sample while `others` prompts arrive at once."""
     engine.flush("all")
-    watched, others = Waits(), Waits()
+    watched, crowd = Waits(), Waits()
+
+    def step() -> None:
+        assert engine.step(), "nothing left to do"
+        engine.flush_deltas()
+
     engine.add_group(prompts(engine, 1, 512, 512, 90)[0], watched)
     while len(watched.times) < 3:
-        engine.step()
+        step()
     began = time.perf_counter()
-    for request in prompts(engine, 64, 1024, 1, 91):
-        engine.add_group(request, others)
-    while len(others.times) < 64:
-        engine.step()
+    for request in prompts(engine, others, length, 1, 91):
+        engine.add_group(request, crowd)
+    while len(crowd.times) < others:
+        step()
     for _ in range(4):
-        engine.step()
+        step()
     engine.abort()
     return watched.longest_ms(began)
 

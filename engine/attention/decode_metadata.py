@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.attention.fixed_prefixes import lay_out_fixed
 from engine.batch import SharedPrefix
 from engine.kernels.attention_tile import ceil_div, power_of_two
 from engine.kernels.decode_attention import States, TileConfig
+from engine.kernels.decode_pieces import LONG, SHORT, cut_pieces, whole_pieces
 from engine.kernels.decode_work import ITEM, cut_rows
 from engine.memory.transfer import staged
 
@@ -35,8 +37,8 @@ MIN_SAVED_SEGMENT_BYTES = 256 << 10
 WAVES = 2
 """Programs a multiprocessor should have to choose from where rows are few or of unequal length."""
 
-FIXED_SPLITS = 16
-FIXED_MIN_SPLIT = 256
+FIXED_SPLITS = LONG // SHORT
+"""Items of a row's tail in the deterministic engine, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,22 @@ class Workspace:
 
 
 @dataclass(slots=True)
+class FixedPieces:
+    """Of each row's pieces the first `shared_B` are in a list of counts_2[0]; `cut` adds what is missing
+    and leaves the number of all in counts_2[1]."""
+
+    shared_B: torch.Tensor
+    counts_2: torch.Tensor
+
+
+@dataclass(slots=True)
 class DecodeMetadata:
     """Buffers of at most B rows. Lengths, tables and write slots may be written on the device at any
     time; rows of length 0 are no-ops whose output is zeros. `cut` follows once before the layers.
 
     `own_start_B` and `prefix_parts_B` say where a row's own tokens start and how many stored states
-    cover those before; with `pieces_X8` they come from `set_prefixes`.
+    cover those before; with `pieces_X8` they come from `set_prefixes`. With `fixed`, they follow from
+    the lengths in `cut`, and `set_prefixes` only says which pieces are read for several rows.
     """
 
     size: AttentionSize
@@ -111,19 +123,28 @@ class DecodeMetadata:
     decode_tiles: TileConfig
     prefix_tiles: TileConfig
     extra: int
-    fixed_splits: int
     prefix: States | None = None
     packed: torch.Tensor | None = field(default=None, repr=False)
-    """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of."""
+    """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of; with `fixed`, its parts."""
+    fixed: FixedPieces | None = None
 
     @property
     def max_rows(self) -> int:
         return self.seq_lens_B.shape[0]
 
     def cut(self) -> None:
-        """Cut the rows, by the lengths on the device now, into work items. One launch."""
-        multiple = self.decode_tiles.block_n
-        least = max(FIXED_MIN_SPLIT, multiple) if self.fixed_splits else multiple
+        """Cut the rows, by the lengths on the device now, into work items."""
+        multiple, fixed = self.decode_tiles.block_n, self.fixed
+        least = max(SHORT, multiple) if fixed is not None else multiple
+        if fixed is not None:
+            cut_pieces(
+                self.seq_lens_B,
+                fixed.shared_B,
+                self.pieces_X8,
+                fixed.counts_2,
+                self.own_start_B,
+                self.prefix_parts_B,
+            )
         cut_rows(
             self.seq_lens_B,
             self.own_start_B,
@@ -132,7 +153,7 @@ class DecodeMetadata:
             self.extra,
             least,
             multiple,
-            self.fixed_splits,
+            0 if fixed is None else FIXED_SPLITS,
         )
 
     def set_prefixes(self, prefixes: list[SharedPrefix]) -> int:
@@ -148,6 +169,11 @@ class DecodeMetadata:
             assert not prefixes, "the buffers were planned without shared prefixes"
             return 0
         rows, capacity, max_states = self.max_rows, self.pieces_X8.shape[0], self.prefix.lse_IN.shape[0]
+        if self.fixed is not None:
+            per_tile = self.prefix_tiles.block_m // self.size.group
+            shared, pieces = lay_out_fixed(prefixes, self.size.page_size, per_tile, rows)
+            self._copy([len(pieces), 0, *shared, *(value for piece in pieces for value in piece)])
+            return len(prefixes)
         kept = list(prefixes)
         while True:
             laid = lay_out_prefixes(kept, self.size, self.prefix_tiles, rows, max_states, capacity)
@@ -155,12 +181,14 @@ class DecodeMetadata:
                 break
             kept.remove(min(kept, key=lambda prefix: (prefix.end - prefix.start - 1) * prefix.num_pages))
         own_start, parts, pieces = laid
-        flat = own_start + parts
-        for piece in pieces:
-            flat += piece
-        flat += [0] * (self.packed.shape[0] - len(flat))
-        self.packed.copy_(staged(np.array(flat, dtype=np.int32), self.packed.device), non_blocking=True)
+        flat = own_start + parts + [value for piece in pieces for value in piece]
+        self._copy(flat + [0] * (self.packed.shape[0] - len(flat)))
         return len(kept)
+
+    def _copy(self, flat: list[int]) -> None:
+        assert self.packed is not None
+        values = staged(np.array(flat, dtype=np.int32), self.packed.device)
+        self.packed[: len(flat)].copy_(values, non_blocking=True)
 
 
 def lay_out_prefixes(
@@ -220,42 +248,46 @@ def decode_buffers(
     device: torch.device | str,
     tables: torch.Tensor | int,
     shared: bool,
-    fixed_splits: int = 0,
-    num_items: int | None = None,
+    fixed: bool = False,
     max_pieces: int | None = None,
 ) -> DecodeMetadata:
     """Buffers for batches of up to `max_rows`, all rows of length 0. `tables` is a table to use or the
-    number of columns of a new one; `num_items` and `max_pieces` bound a batch known in advance."""
+    number of columns of a new one; `max_pieces` bounds a batch known in advance. With `fixed`, rows
+    are cut at positions that do not depend on each other, shared or not."""
     decode_tiles, prefix_tiles = tiles
     extra = ceil_div(WAVES * size.processors, size.num_kv_heads) + max_rows // 4
-    if num_items is None:
-        num_items = max_rows * fixed_splits if fixed_splits else max_rows + extra
+    if isinstance(tables, int):
+        tables = torch.zeros((max_rows, tables), dtype=torch.int32, device=device)
+    num_states = max(2, min(64, STATE_BYTES // (max_rows * size.num_heads * (size.head_dim + 1) * 4)))
     if max_pieces is None:
         per_tile = prefix_tiles.block_m // size.group
         max_pieces = ceil_div(max_rows, per_tile) + max_rows // 4 + ceil_div(2 * size.processors, size.num_kv_heads)
-    pieces = max_pieces if shared else 0
-    packed = torch.zeros(2 * max_rows + ITEM * pieces, dtype=torch.int32, device=device)
-    states_bytes = max_rows * size.num_heads * (size.head_dim + 1) * 4
-    num_states = max(2, min(64, STATE_BYTES // states_bytes))
+    num_items = max_rows * FIXED_SPLITS if fixed else max_rows + extra
+    if fixed:
+        num_states = max(1, whole_pieces(tables.shape[1] * size.page_size))
+        max_pieces = max_rows * num_states
+    pieces = max_pieces if shared or fixed else 0
     heads = (size.num_heads, size.head_dim)
-    new_table = (max_rows, tables) if isinstance(tables, int) else (0, 0)
+    lead = 2 + max_rows if fixed else 2 * max_rows
+    packed = torch.zeros(lead + ITEM * pieces, dtype=torch.int32, device=device)
+    columns = torch.zeros(2 * max_rows, dtype=torch.int32, device=device) if fixed else packed
     return DecodeMetadata(
         size=size,
-        page_tables_BP=torch.zeros(new_table, dtype=torch.int32, device=device) if isinstance(tables, int) else tables,
+        page_tables_BP=tables,
         seq_lens_B=torch.zeros(max_rows, dtype=torch.int32, device=device),
         write_slots_B=torch.zeros(max_rows, dtype=torch.int64, device=device),
-        own_start_B=packed[:max_rows],
-        prefix_parts_B=packed[max_rows : 2 * max_rows],
-        pieces_X8=packed[2 * max_rows :].view(pieces, ITEM),
+        own_start_B=columns[:max_rows],
+        prefix_parts_B=columns[max_rows : 2 * max_rows],
+        pieces_X8=packed[lead:].view(pieces, ITEM),
         items_W8=torch.full((num_items, ITEM), -1, dtype=torch.int32, device=device),
         partial=workspace.states("items", (num_items,), *heads),
         arrived_BK=workspace.arrived(max_rows * size.num_kv_heads),
         decode_tiles=decode_tiles,
         prefix_tiles=prefix_tiles,
         extra=extra,
-        fixed_splits=fixed_splits,
-        prefix=workspace.states("prefix", (num_states, max_rows), *heads) if shared else None,
+        prefix=workspace.states("prefix", (num_states, max_rows), *heads) if shared or fixed else None,
         packed=packed,
+        fixed=FixedPieces(packed[2:lead], packed[:2]) if fixed else None,
     )
 
 

@@ -16,8 +16,6 @@ import torch
 
 from engine.attention.base import PrefillPart
 from engine.attention.decode_metadata import (
-    FIXED_MIN_SPLIT,
-    FIXED_SPLITS,
     AttentionSize,
     DecodeMetadata,
     Workspace,
@@ -29,6 +27,7 @@ from engine.attention.decode_metadata import (
 from engine.batch import ForwardBatch
 from engine.errors import Unsupported
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, States, TileConfig, decode_attention
 from engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
@@ -36,6 +35,9 @@ from engine.memory.kv_pool import KVPool, pack
 from engine.memory.transfer import send, staged
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
+
+PREFIX_PROGRAMS = 2
+"""Programs a multiprocessor that go through a list of pieces: as many as their tiles leave room for."""
 
 MIN_PREFILL_SPLIT = 512
 """Tokens of context a split of a prefill row should have at least."""
@@ -56,9 +58,9 @@ class PrefillPlan:
 
 
 class TritonAttention:
-    """`deterministic` makes a row's result independent of the others: fixed splits and tiles, every
-    row reads its own prefix. `prefill` computes the rows after the decode rows where it wants
-    them, and gives the whole its name."""
+    """`deterministic` makes a row's result independent of the others: fixed tiles, and cuts at fixed
+    positions, whoever reads what lies between them (`engine.kernels.decode_pieces`). `prefill`
+    computes the rows after the decode rows where it wants them, and gives the whole its name."""
 
     def __init__(
         self,
@@ -96,10 +98,9 @@ class TritonAttention:
         """Fixed buffers for up to `max_rows` rows of up to `max_pages` pages, on the pool's device.
 
         The workspace is shared with buffers planned before; plan the largest first. With `shared` the
-        launches of `run_decode` include the prefix kernel, set_prefixes or not.
+        launches of `run_decode` include the prefix kernel, set_prefixes or not; when deterministic
+        they always do.
         """
-        if shared and self._deterministic:
-            raise Unsupported(field="shared", expected="no shared prefixes with deterministic", actual=True)
         return self._buffers(kv_pool, max_rows, max_pages, shared)
 
     def run_decode(
@@ -129,6 +130,8 @@ class TritonAttention:
                 prefix,
                 shape,
                 metadata.prefix_tiles,
+                None if metadata.fixed is None else metadata.fixed.counts_2[1:],
+                ceil_div(PREFIX_PROGRAMS * metadata.size.processors, shape.num_kv_heads),
             )
         decode_attention(
             q_BNH,
@@ -160,15 +163,9 @@ class TritonAttention:
     def _plan_decode(self, batch: ForwardBatch, kv_pool: KVPool) -> DecodeMetadata:
         rows = batch.num_decode
         size = self._size(kv_pool)
-        prefixes = []
-        if not self._deterministic:
-            inside = [prefix for prefix in batch.shared_prefixes if prefix.end <= rows]
-            prefixes = worthwhile(inside, size)
+        prefixes = worthwhile([prefix for prefix in batch.shared_prefixes if prefix.end <= rows], size)
         lengths = batch.seq_lens[:rows]
-        items = None
-        if self._deterministic:
-            items = sum(max(1, min(FIXED_SPLITS, -(-length // FIXED_MIN_SPLIT))) for length in lengths)
-        metadata = self._buffers(kv_pool, rows, batch.page_tables_BP[:rows], bool(prefixes), items)
+        metadata = self._buffers(kv_pool, rows, batch.page_tables_BP[:rows], bool(prefixes))
         metadata.seq_lens_B.copy_(staged(np.array(lengths, dtype=np.int32), kv_pool.device), non_blocking=True)
         if prefixes:
             metadata.set_prefixes(prefixes)
@@ -255,7 +252,6 @@ class TritonAttention:
         max_rows: int,
         tables: torch.Tensor | int,
         shared: bool,
-        num_items: int | None = None,
     ) -> DecodeMetadata:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
@@ -263,12 +259,11 @@ class TritonAttention:
         # A row's tiles may not depend on how many others there are.
         rows = 1 << 20 if self._deterministic else max_rows
         tiles = (
-            decode_config(self._block_d, itemsize, shared, rows),
+            decode_config(self._block_d, itemsize, shared or self._deterministic, rows),
             prefix_config(self._block_d, itemsize, self._group),
         )
-        fixed = FIXED_SPLITS if self._deterministic else 0
         return decode_buffers(
-            self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, fixed, num_items
+            self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, self._deterministic
         )
 
     def _size(self, kv_pool: KVPool) -> AttentionSize:

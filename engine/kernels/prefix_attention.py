@@ -6,7 +6,8 @@ Ignores the rows' own tokens and the merge (`decode_attention`), and how segment
 
 A piece is 8 int32: first row, number of rows, first token, end token, the row whose page table names
 the pages, the index of the state it makes for its rows, and two unused. Pieces with no rows are
-padding. The rows of a piece times the heads of a group are the M dimension.
+padding. The rows of a piece times the heads of a group are the M dimension. Where the length of the
+list is known on the device only, a fixed number of programs goes through it.
 
 Shapes: B rows, N query heads, H head size, X pieces, S states a row, M query rows of a tile, D = H
 padded to a power of two.
@@ -55,42 +56,16 @@ def prefix_reference(
     return mean_SBNH, lse_SBN
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "state_rows"],
-    do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "pieces_ptr", "lse_ptr"],
-)
-def _prefix_kernel(
-    q_ptr,
-    kv_ptr,
-    tables_ptr,
-    seq_lens_ptr,
-    pieces_ptr,
-    mean_ptr,
-    lse_ptr,
-    q_stride,
-    table_stride,
-    state_rows,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+@triton.jit
+def _attend_piece(
+    q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, piece_ptr, mean_ptr, lse_ptr, q_stride, table_stride, state_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
-    # Whatever waits for this launch to release it may read queries, keys and values.
-    await_inputs(EARLY)
-    release_next(EARLY)
+):  # fmt: skip
     kv_head = tl.program_id(0)
-    piece_ptr = pieces_ptr + tl.program_id(1) * 8
-    rows = tl.load(piece_ptr + 1)
-    if rows == 0:
-        return
     first_row = tl.load(piece_ptr)
+    rows = tl.load(piece_ptr + 1)
     lo = tl.load(piece_ptr + 2)
     hi = tl.load(piece_ptr + 3)
     table_row = tl.load(piece_ptr + 4).to(tl.int64)
@@ -125,10 +100,58 @@ def _prefix_kernel(
         SOFTCAP,
         WINDOW,
         False,
-        False,
+        WHOLE,
     )
     state_M = (state * state_rows + row_M) * HEADS + head_M
     store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "state_rows"],
+    do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "pieces_ptr", "count_ptr", "lse_ptr"],
+)
+def _prefix_kernel(
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    pieces_ptr,
+    count_ptr,
+    mean_ptr,
+    lse_ptr,
+    q_stride,
+    table_stride,
+    state_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LISTED: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Whatever waits for this launch to release it may read queries, keys and values.
+    await_inputs(EARLY)
+    release_next(EARLY)
+    if LISTED:
+        # As many programs as run at once take turns: the room for the list is far larger than the list.
+        for piece in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
+            _attend_piece(
+                q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + piece * 8, mean_ptr, lse_ptr, q_stride,
+                table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE, SCALE, WINDOW, SOFTCAP, True,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    elif tl.load(pieces_ptr + tl.program_id(1) * 8 + 1) > 0:
+        _attend_piece(
+            q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + tl.program_id(1) * 8, mean_ptr, lse_ptr, q_stride,
+            table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE, SCALE, WINDOW, SOFTCAP, False,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 def prefix_attention(
@@ -140,26 +163,31 @@ def prefix_attention(
     states: States,
     shape: LayerShape,
     config: TileConfig,
+    count_1: torch.Tensor | None = None,
+    programs: int = 0,
 ) -> None:
     """Write the states of `pieces_X8` into `states` ([S, B] of them), nothing for padding.
 
-    A piece has at most `config.block_m // group` rows.
+    A piece has at most `config.block_m // group` rows. With `count_1`, that many pieces are there, each a
+    multiple of `config.block_n` long, and `programs` for each key/value head share them out.
     """
     assert q_BNH.stride()[1:] == (shape.head_dim, 1), "heads of a row must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
     early = is_early(q_BNH)
-    _prefix_kernel[(shape.num_kv_heads, pieces_X8.shape[0])](
+    _prefix_kernel[(shape.num_kv_heads, pieces_X8.shape[0] if count_1 is None else programs)](
         q_BNH,
         layer_kv,
         page_tables_BP,
         seq_lens_B,
         pieces_X8,
+        count_1,
         states.mean_INH,
         states.lse_IN,
         q_BNH.stride(0),
         page_tables_BP.stride(0),
         states.lse_IN.shape[1],
         **shape.constants,
+        LISTED=count_1 is not None,
         EARLY=early,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

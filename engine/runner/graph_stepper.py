@@ -100,7 +100,7 @@ class GraphStepper:
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device, entropy=True)
         # The largest buffers come first: those of smaller tiers then lie inside them.
-        self._size = self._plan(max_rows, shared=not deterministic).size
+        self._size = self._plan(max_rows, shared=True).size
         self.graph_bytes = 0
         """Device memory taken by captures, graphs' own and their pool's."""
 
@@ -125,7 +125,7 @@ class GraphStepper:
         """Enqueue the plan's steps; the slots on the device, one for each row."""
         rows, columns = plan.page_tables_BP.shape
         tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
-        shared = bool(plan.prefixes)
+        shared = bool(plan.prefixes) and not self._deterministic  # whose steps are the same either way
         self._drop_moved()
         captured = self._captured.get((tier, shared, plan.modes)) or self._capture(tier, shared, plan.modes)
         device = self._pool.device
@@ -143,7 +143,7 @@ class GraphStepper:
         return captured.slots_B[:rows]
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:
-        if self._deterministic or len(samples) < 2:
+        if len(samples) < 2:
             return []
         computed_B = np.array([sample.length - 1 for sample in samples])
         return worthwhile(shared_prefixes(page_tables_BP, computed_B, self._pool.page_size), self._size)

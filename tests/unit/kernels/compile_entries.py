@@ -14,6 +14,7 @@ import torch
 
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
+from engine.kernels.decode_pieces import cut_pieces
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
 from engine.kernels.embedding_gather import embedding_gather
@@ -97,6 +98,9 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
     states = [States.empty(leading, shape.num_heads, shape.head_dim, "cpu") for leading in ((4,), (2, 2))]
     prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
     prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles)
+    counts, column = numbers[3, :2], torch.zeros(4, dtype=torch.int32)
+    cut_pieces(numbers[0], column, numbers, counts, column, column)
+    prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles, counts[1:], 2)
     shared = capability != 80
     tiles = decode_config(shape.block_d, dtype.itemsize, shared)
     rest = (states[0], numbers, shape, tiles, sink, states[1] if shared else None)

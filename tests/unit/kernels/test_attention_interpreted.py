@@ -16,7 +16,7 @@ from engine.kernels.decode_attention import LayerShape, States
 from engine.kernels.prefix_attention import prefix_attention, prefix_reference
 from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
-from tests.unit.kernels.attention_checks import check_cuts, check_merges
+from tests.unit.kernels.attention_checks import check_cuts, check_merges, check_pieces
 
 
 def make_spec(heads=6, kv_heads=2, size=16, **layer) -> ModelSpec:
@@ -234,33 +234,54 @@ def test_rows_are_cut_as_the_definition_says() -> None:
     check_cuts(torch.device("cpu"))
 
 
-def test_deterministic_rows_keep_their_bits_in_any_batch() -> None:
-    spec = make_spec(2, 1)
-    lengths = [70, 900, 3, 41]
-    scene = Scene(spec, lengths, [1] * 4, 16)
-    together = _run_rows(scene, [0, 1, 2, 3])
-    backwards = _run_rows(scene, [3, 2, 1, 0])
-    for row in range(4):
-        alone = _run_rows(scene, [row])
-        assert torch.equal(alone[0], together[row]) and torch.equal(backwards[3 - row], together[row])
+PIECES = [SharedPrefix(0, 5, 17), SharedPrefix(0, 3, 40)]
+"""Of 16 tokens a page: one piece and a part of the next for five rows, two and a half for three."""
 
 
-def _run_rows(scene: Scene, rows: list[int]) -> torch.Tensor:
-    whole = scene.batch(len(scene.lengths))
-    batch = ForwardBatch(
-        input_ids_T=whole.input_ids_T[rows],
-        positions_T=whole.positions_T[rows],
-        write_slots_T=whole.write_slots_T[rows],
-        query_lens=[1] * len(rows),
-        seq_lens=[scene.lengths[row] for row in rows],
-        page_tables_BP=scene.tables[rows],
-        row_keys=rows,
-        num_decode=len(rows),
-        logit_rows_R=torch.zeros(0, dtype=torch.long),
-    )
+@pytest.mark.parametrize("layer", [{}, pytest.param({"window": 300, "sink": True, "softcap": 3.0}, marks=SLOW)])
+def test_deterministic_rows_keep_their_bits_in_any_batch(layer: dict) -> None:
+    """With any neighbours. Read together, pieces are the same but for the interpreter's products, whose
+    bits depend on a row's place in its tile; `tests/gpu` compares those bits."""
+    lengths = [900, 700, 641, 280, 513, 3, 256, 257]
+    scene = Scene(make_spec(2, 1, **layer), lengths, [1] * 8, 16, PIECES)
+    everyone = list(range(len(lengths)))
+    apart = _run_rows(scene, everyone, [])
+    torch.testing.assert_close(apart, scene.expected(), atol=2e-5, rtol=0)
+    assert torch.equal(_run_rows(scene, everyone[::-1], []).flip(0), apart)
+    for row in (0, 3, 6, 7):
+        assert torch.equal(_run_rows(scene, [row], [])[0], apart[row])
+    torch.testing.assert_close(_run_rows(scene, everyone, PIECES), apart, atol=2e-7, rtol=0)
+    torch.testing.assert_close(_run_rows(scene, [0, 1, 2], [SharedPrefix(0, 2, 30)]), apart[:3], atol=2e-7, rtol=0)
+
+
+def _run_rows(scene: Scene, rows: list[int], prefixes: list[SharedPrefix]) -> torch.Tensor:
+    """Through the fixed buffers, with rows to spare and what a step before left in them."""
+    scene.expected()  # writes the step's keys and values
     backend = TritonAttention(scene.spec, deterministic=True)
-    backend.plan(batch, scene.pool)
-    return backend.run(*(part[rows] for part in scene.parts()), 0)
+    metadata = backend.plan_decode_buffers(len(rows) + 2, scene.tables.shape[1], scene.pool)
+    metadata.page_tables_BP[: len(rows)] = scene.tables[rows]
+    assert metadata.prefix is not None
+    metadata.prefix.mean_INH.fill_(float("nan"))
+    q = torch.full((len(rows) + 2, scene.spec.num_heads, scene.spec.head_dim), 3.0)
+    q[: len(rows)] = scene.parts()[0][rows]
+    out = torch.full_like(q, float("nan"))
+    lengths = torch.tensor([scene.lengths[row] for row in rows], dtype=torch.int32)
+    for now in ((lengths - 300).clamp(min=0), lengths) if len(rows) == 3 else (lengths,):
+        metadata.seq_lens_B[: len(rows)] = now
+        metadata.set_prefixes(prefixes if now is lengths else [])
+        metadata.cut()
+        backend.run_decode(q, scene.pool.tokens(0), metadata, out, 0, scene.sink)
+    assert not out[len(rows) :].any() and not metadata.arrived_BK.any()
+    return out[: len(rows)]
+
+
+def test_deterministic_rows_eagerly() -> None:
+    scene = Scene(make_spec(2, 1), [600, 30, 290, 7], [1, 1, 1, 3], 16, [SharedPrefix(0, 2, 1)])
+    check_eager(scene, 3, deterministic=True)
+
+
+def test_pieces_lie_at_fixed_positions() -> None:
+    check_pieces(torch.device("cpu"))
 
 
 def test_a_bias_is_refused_by_name() -> None:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from engine import Engine, Want
+from engine.attention import decode_metadata
+from engine.kernels import decode_pieces
 from engine.runner.step_plan import StepPlan
 from tests.support import ask, assert_sample_is_reference, make_engine, prompt, update
 
@@ -37,6 +39,36 @@ def test_steps_equal_plain_ones(model, request):
     assert device.counters.graph_captures > 0
     assert 0 < device.counters.graph_rows <= device.counters.graph_padded_rows
     device.check()
+
+
+@pytest.mark.slow
+def test_deterministic_steps_share_prefixes_and_equal_plain_ones(t_full, monkeypatch):
+    """A group that grows from two pieces, small here, to three, read together and then apart: the same tokens as
+    without the device, and the same log-probabilities either way."""
+    for module in (decode_pieces, decode_metadata):
+        monkeypatch.setattr(module, "SHORT", 16)
+        monkeypatch.setattr(module, "LONG", 64)
+    monkeypatch.setattr(decode_pieces, "LONG_FROM", 64)
+    work = [ask("group", prompt(46), n=2, max_new=4, temperature=1.0, seed=3)]
+
+    def generate(least: int):
+        monkeypatch.setattr(decode_metadata, "MIN_SAVED_BYTES", least)
+        monkeypatch.setattr(decode_metadata, "MIN_SAVED_SEGMENT_BYTES", least)
+        engine = device_engine(t_full, deterministic=True)
+        listed = []
+        launch = engine._loop._stepper.launch
+        engine._loop._stepper.launch = lambda plan: listed.append(len(plan.prefixes)) or launch(plan)
+        (reply,) = engine.generate(work)
+        engine.check()
+        return reply.samples, max(listed)
+
+    (together, some), (apart, none) = generate(1), generate(1 << 40)
+    assert some and not none
+    (plain,) = make_engine(t_full, page_size=4).generate(work)
+    for a, b, c in zip(together, apart, plain.samples, strict=True):
+        assert a.ids.tolist() == b.ids.tolist() == c.ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_allclose(a.logprobs, c.logprobs, atol=1e-4)
 
 
 def test_rows_that_ask_for_more_equal_plain_ones(t_full):

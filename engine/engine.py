@@ -7,9 +7,11 @@ HTTP, Ray, text and trainers. Nothing here is thread-safe: whoever made the engi
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts, make_stepper
@@ -228,6 +230,10 @@ class Engine:
     def update_stage(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
         return self.policy.stage(txn, tensors)
 
+    def update_stage_live(self, txn: str, tensors: Mapping[str, torch.Tensor]) -> UpdateProgress:
+        """Tensors of this process, on any device; they must not change before the commit."""
+        return self.policy.stage_live(txn, tensors)
+
     def update_stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
         return self.policy.stage_folder(txn, folder)
 
@@ -276,7 +282,7 @@ class Engine:
         self.policy.rollback(txn)
 
     def digest(self) -> str:
-        """SHA-256 over the parameters that are being served."""
+        """One digest over the parameters that are being served (`engine.weights.digest`)."""
         if "weights" in self._parts.memory.missing:
             raise Paused("the weights are released")
         return model_digest(self._parts.model)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, NotFound, SparkrollError, Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress
@@ -52,6 +55,10 @@ class PolicyState:
 
     def stage(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
         self.require(txn).stage(tensors)
+        return self._touch()
+
+    def stage_live(self, txn: str, tensors: Mapping[str, torch.Tensor]) -> UpdateProgress:
+        self.require(txn).stage_live(tensors)
         return self._touch()
 
     def stage_folder(self, txn: str, folder: Path) -> UpdateProgress:

@@ -8,10 +8,12 @@ this process. Ignores how tensors travel (`transports`) and when they are sent (
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from engine.errors import DeadlineExceeded
+from torch import Tensor
+
+from engine.errors import DeadlineExceeded, Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 
 R = TypeVar("R")
@@ -45,6 +47,13 @@ class UpdateControl(Protocol):
         ...
 
 
+@runtime_checkable
+class LiveControl(Protocol):
+    """Beside the calls above, where the engine is in this process."""
+
+    def update_live(self, txn: str, tensors: Mapping[str, Tensor]) -> UpdateProgress: ...
+
+
 class BoundedControl:
     """A control whose every call ends within `timeout_s`, whether the other side answers or not.
 
@@ -61,6 +70,12 @@ class BoundedControl:
 
     def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
         return self._call("update_tensors", lambda: self._control.update_tensors(txn, tensors))
+
+    def update_live(self, txn: str, tensors: Mapping[str, Tensor]) -> UpdateProgress:
+        control = self._control
+        if not isinstance(control, LiveControl):
+            raise Unsupported(field="transport", expected="an engine in this process", actual=type(control).__name__)
+        return self._call("update_live", lambda: control.update_live(txn, tensors))
 
     def update_disk(self, txn: str, uri: str) -> UpdateProgress:
         return self._call("update_disk", lambda: self._control.update_disk(txn, uri))

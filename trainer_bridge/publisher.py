@@ -19,7 +19,7 @@ from engine.errors import Conflict, SparkrollError
 from engine.types import KvPolicy, UpdateBegin, UpdateProgress, UpdateReport
 from trainer_bridge.control import BoundedControl, UpdateControl
 from trainer_bridge.names import Weights, checkpoint_tensors
-from trainer_bridge.tensors import encode, specify
+from trainer_bridge.tensors import announce
 from trainer_bridge.transports.base import Transport
 from trainer_bridge.versions import VersionCount
 
@@ -83,7 +83,7 @@ class Publisher:
             txn=f"v{version}-{uuid.uuid4().hex[:12]}",
             base_version=serving,
             new_version=version,
-            manifest=[specify(encode(name, tensor)) for name, tensor in tensors.items()],
+            manifest=[announce(name, tensor, self._transport.digests) for name, tensor in tensors.items()],
             module=self._module,
             kv_policy=self._kv_policy,
             timeout_s=self._control.timeout_s,

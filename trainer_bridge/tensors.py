@@ -53,6 +53,13 @@ def specify(named: NamedTensor) -> TensorSpec:
     return TensorSpec(name=named.name, dtype=named.dtype, shape=list(named.shape), digest=digest)
 
 
+def announce(name: str, tensor: Tensor, digest: bool) -> TensorSpec:
+    """What a manifest says of a tensor; its SHA-256 means reading all of it."""
+    if digest:
+        return specify(encode(name, tensor))
+    return TensorSpec(name=name, dtype=_dtype_name(name, tensor), shape=list(tensor.shape))
+
+
 def num_bytes(name: str, tensor: Tensor) -> int:
     _dtype_name(name, tensor)
     return tensor.numel() * tensor.element_size()

@@ -51,6 +51,8 @@ class Layout:
         assert not uncovered, f"parameters and weight map disagree on {sorted(uncovered)[:4]}"
         for param, placements in by_param.items():
             self._place(param, sorted(placements, key=lambda item: item[1].row_start))
+        self.parts = {param: {name for name, _ in placements} for param, placements in by_param.items()}
+        """The checkpoint tensors that a parameter is made of."""
 
     def shard(self, target: Target, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor, as a view."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ import torch
 
 from engine.errors import Conflict, Corrupt, InvalidRequest, TooLarge
 from engine.types import NamedTensor, TensorSpec, UpdateBegin, UpdateProgress
-from engine.weights.digest import parameters_digest
+from engine.weights.digest import combined_digest, fingerprint
 from engine.weights.folder import WeightFolder
 from engine.weights.layout import Layout, WeightedModel
 from engine.weights.names import NameResolver, bounded_list
@@ -49,6 +49,7 @@ class UpdateTransaction:
         self, model: WeightedModel, begin: UpdateBegin, staging_device: torch.device | str | None = None
     ) -> None:
         self.begin = begin
+        self._model = model
         self._layout = Layout(model)
         self._resolver = NameResolver(self._layout.weight_map)
         self._staging_device = staging_device
@@ -57,12 +58,23 @@ class UpdateTransaction:
         self._arrived: set[str] = set()
         self._filled: set[str] = set()
         self._staged: dict[str, torch.Tensor] = {}
+        self._fingerprints: dict[str, torch.Tensor] = {}
         self._read_manifest(begin.manifest)
 
     def stage(self, tensors: Sequence[NamedTensor]) -> UpdateProgress:
         """Take tensors as raw bytes, in any order and grouping."""
         specs = [TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in tensors]
         return self._stage_all(specs, zip(specs, (_own_bytes(t) for t in tensors), strict=True))
+
+    def stage_live(self, tensors: Mapping[str, torch.Tensor]) -> UpdateProgress:
+        """Take tensors of this process, on whatever device they are; they must not change meanwhile."""
+        names = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
+        specs = [
+            TensorSpec(name=name, dtype=names.get(value.dtype, str(value.dtype)), shape=list(value.shape))
+            for name, value in tensors.items()
+        ]
+        flat = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in tensors.values())
+        return self._stage_all(specs, zip(specs, flat, strict=True))
 
     def stage_folder(self, path: Path) -> UpdateProgress:
         """Take every tensor of a safetensors folder; it must not change meanwhile."""
@@ -95,8 +107,8 @@ class UpdateTransaction:
                 expected=f"{len(self._specs)} tensors",
                 actual=len(self._arrived),
             )
-        assert self._filled == set(self._layout.targets) and set(self._staged) == set(self._layout.params)
-        digest = parameters_digest(self._staged)
+        assert self._filled == set(self._layout.targets) and set(self._fingerprints) == set(self._layout.params)
+        digest = combined_digest(self._fingerprints, self._model)
         self._state = "prepared"
         return PreparedUpdate({self.begin.module: len(self._filled)}, self.progress().staged_bytes, digest)
 
@@ -121,13 +133,17 @@ class UpdateTransaction:
         except Exception as error:
             raise Corrupt(f"update {self.begin.txn!a} failed while being applied: {error}") from error
         self._state = "applied"
-        self._staged.clear()
+        self._drop()
 
     def discard(self) -> None:
         """Free the staging memory. Repeats, and calls after `apply`, do nothing."""
         if self._state != "applied":
             self._state = "discarded"
+        self._drop()
+
+    def _drop(self) -> None:
         self._staged.clear()
+        self._fingerprints.clear()
 
     def _read_manifest(self, manifest: Sequence[TensorSpec]) -> None:
         owners: dict[str, str] = {}
@@ -189,7 +205,7 @@ class UpdateTransaction:
             )
         digest = self._specs[known].digest
         if digest is not None:
-            actual = hashlib.sha256(data.numpy().data).hexdigest()
+            actual = hashlib.sha256(data.cpu().numpy().data).hexdigest()
             if actual != digest.lower():
                 raise InvalidRequest(field=label, expected=f"SHA-256 {digest[:64]}", actual=actual)
         name = self._layout.weight_map.aliases.get(known, known)
@@ -208,6 +224,9 @@ class UpdateTransaction:
             raise InvalidRequest(f"{label} contradicts the tensor it is tied to: both are one matrix in this model")
         self._filled.add(name)
         self._arrived.add(known)
+        if self._layout.parts[target.param] <= self._filled:
+            # Here rather than at the end: what is left for the commit, when decoding waits, is small.
+            self._fingerprints[target.param] = fingerprint(self._staged[target.param])
 
     def _rows_for(self, name: str) -> torch.Tensor:
         target = self._layout.targets[name]

@@ -21,6 +21,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def digests(self) -> bool:
+        """Whether bytes leave the process, so that each tensor is announced with its SHA-256."""
+        ...
+
     def stage(
         self, control: UpdateControl, txn: str, new_version: int, tensors: Mapping[str, Tensor]
     ) -> UpdateProgress: ...

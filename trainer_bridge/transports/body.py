@@ -23,6 +23,7 @@ class BodyTransport:
 
     bucket_bytes: int = 32 * 2**20
     name: str = "body"
+    digests: bool = True
 
     def stage(
         self, control: UpdateControl, txn: str, new_version: int, tensors: Mapping[str, Tensor]

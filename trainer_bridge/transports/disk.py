@@ -26,6 +26,7 @@ class DiskTransport:
     transaction has ended: the engine has read it into staging by then."""
 
     name = "disk"
+    digests = True
 
     def __init__(self, root: Path, *, keep: bool = False, shard_bytes: int = 2 * 2**30) -> None:
         self.root = Path(root).resolve()

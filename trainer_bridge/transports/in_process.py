@@ -1,7 +1,8 @@
-"""Tensors to an engine in this process: no body, no file, no encoding beyond a view of memory."""
+"""Tensors to an engine in this process: no body, no file, no bytes; a GPU's tensors stay on it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.engine import Engine
+from engine.errors import Unsupported
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
-from trainer_bridge.control import UpdateControl
-from trainer_bridge.tensors import encode
+from trainer_bridge.control import LiveControl, UpdateControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class InProcessControl:
     def update_tensors(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
         return self._engine.update_stage(txn, tensors)
 
+    def update_live(self, txn: str, tensors: Mapping[str, Tensor]) -> UpdateProgress:
+        return self._engine.update_stage_live(txn, tensors)
+
     def update_disk(self, txn: str, uri: str) -> UpdateProgress:
         return self._engine.update_stage_folder(txn, Path(uri))
 
@@ -48,16 +52,21 @@ class InProcessControl:
 
 @dataclass(frozen=True, slots=True)
 class InProcessTransport:
-    """One tensor at a time, so that a tensor on a device is copied to the host alone."""
+    """A few tensors at a time, so that a call does not outlive its bound."""
 
     name: str = "in_process"
+    digests: bool = False
+    per_call: int = 32
 
     def stage(
         self, control: UpdateControl, txn: str, new_version: int, tensors: Mapping[str, Tensor]
     ) -> UpdateProgress:
+        if not isinstance(control, LiveControl):
+            raise Unsupported(field="transport", expected="an engine in this process", actual=type(control).__name__)
         progress = UpdateProgress(txn=txn, staged=0, announced=len(tensors), staged_bytes=0)
-        for name, tensor in tensors.items():
-            progress = control.update_tensors(txn, [encode(name, tensor)])
+        items = iter(tensors.items())
+        while some := dict(itertools.islice(items, self.per_call)):
+            progress = control.update_live(txn, some)
         return progress
 
     def release(self, txn: str) -> None:

@@ -45,6 +45,7 @@ PARTS: list[tuple[str, Callable[[], object]]] = [
     ("rope with norms", partial(fused.test_rope_and_kv_write, 4, 4, 96, True, 7, BF16)),
     ("one row", partial(fused.test_gemv, 577, 1536)),
     ("few rows", partial(fused.test_products_of_few_rows_and_the_norm_between, 19, 576, 1536)),
+    ("products of fixed order", partial(fused.test_invariant_products_keep_a_rows_bits, 576, 1536, BF16)),
     ("both ends of a step", fused.test_both_ends_of_a_step),
     ("sampling", partial(fused.test_sampling_equals_the_host, 1_001, 2048, 3.0, torch.float32, True)),
 ]

@@ -18,7 +18,7 @@ from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
 from engine.runner.compile_ahead import compile_all, missing_kernels
 from tests.pairwise import pairwise
-from tests.unit.kernels.attention_checks import check_cuts, check_merges
+from tests.unit.kernels.attention_checks import check_cuts, check_merges, check_pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -171,8 +171,9 @@ def shared_rows(case: dict) -> Iterator[Check]:
     outer, inner = (8_192, 12_288) if long else (128, 320)
     lengths = [0, *(inner + 1 + 37 * row for row in range(5)), 0, *(outer + 1 + 29 * row for row in range(4)), 5, 0]
     prefixes = [SharedPrefix(1, 11, outer // page), SharedPrefix(1, 6, inner // page)]
-    scene = Scene(spec_of(case), lengths, [min(1, length) for length in lengths], page, case["dtype"], prefixes)
-    yield scene, partial(run_buffers, scene)
+    for deterministic in (False, True):
+        scene = Scene(spec_of(case), lengths, [min(1, length) for length in lengths], page, case["dtype"], prefixes)
+        yield scene, partial(run_buffers, scene, deterministic)
 
 
 def run_eager(scene: Scene, num_decode: int, deterministic: bool = False) -> torch.Tensor:
@@ -181,10 +182,10 @@ def run_eager(scene: Scene, num_decode: int, deterministic: bool = False) -> tor
     return backend.run(*scene.parts(), 0, scene.sink)
 
 
-def run_buffers(scene: Scene) -> torch.Tensor:
+def run_buffers(scene: Scene, deterministic: bool = False) -> torch.Tensor:
     """Through the buffers of a captured graph, which have more rows than there are."""
     rows, live = len(scene.lengths), [row for row, length in enumerate(scene.lengths) if length]
-    backend = TritonAttention(scene.spec)
+    backend = TritonAttention(scene.spec, deterministic)
     metadata = backend.plan_decode_buffers(rows + 3, scene.tables.shape[1], scene.pool, shared=True)
     metadata.page_tables_BP[:rows] = scene.tables
     metadata.seq_lens_B[:rows] = torch.tensor(scene.lengths, dtype=torch.int32)
@@ -229,6 +230,7 @@ def test_rows(compiled, kind: Callable[[dict], Iterator[Check]], case: dict) -> 
 
 def test_rows_are_cut_as_the_definition_says() -> None:
     check_cuts(torch.device(DEVICE))
+    check_pieces(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -303,24 +305,41 @@ def test_one_captured_graph_serves_any_lengths_and_prefixes(kv_heads, group, siz
     assert plain is not None
 
 
-def test_deterministic_rows_keep_their_bits_in_any_batch() -> None:
-    spec = make_spec(128, 8, 4, {})
-    lengths = [70, 9_000, 3, 641, 2_000]
-    scene = Scene(spec, lengths, [1] * 5, 16, BF16)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("size", "layer"), [(128, {}), (64, {}), (128, {"window": 300, "sink": True, "softcap": 9.0})])
+def test_deterministic_rows_keep_their_bits_in_any_batch(size: int, layer: dict, dtype: torch.dtype) -> None:
+    """With any neighbours, on either path, and whether pieces are read together, in tiles and at places of
+    a tile that differ, or alone."""
+    spec = make_spec(size, 8, 4, layer)
+    lengths = [*(8_200 + 97 * row for row in range(21)), 70, 3, 641, 2_000]
+    prefixes = [SharedPrefix(0, 21, 40), SharedPrefix(2, 20, 512)]
+    scene = Scene(spec, lengths, [1] * len(lengths), 16, dtype, prefixes)
+    scene.write()
+    everyone = list(range(len(lengths)))
+    together = run_rows(scene, everyone, prefixes)
+    close(together, scene.expected())
+    assert torch.equal(run_rows(scene, everyone, []), together)
+    assert torch.equal(run_rows(scene, everyone[::-1], []).flip(0), together)
+    assert torch.equal(run_rows(scene, everyone, [SharedPrefix(0, 5, 40), SharedPrefix(7, 20, 300)]), together)
+    for row in (0, 5, 20, 21, 22, 23, 24):
+        assert torch.equal(run_rows(scene, [row], [])[0], together[row])
+    batch = scene.batch(len(lengths))
+    backend = TritonAttention(spec, deterministic=True)
+    backend.plan(batch, scene.pool)
+    assert torch.equal(backend.run(*scene.parts(), 0, scene.sink), together)
 
-    def run(rows: list[int]) -> torch.Tensor:
-        batch = scene.batch(5)
-        batch.write_slots_T, batch.page_tables_BP = scene.slots[rows], scene.tables[rows]
-        batch.query_lens, batch.seq_lens = [1] * len(rows), [lengths[row] for row in rows]
-        batch.row_keys, batch.num_decode = rows, len(rows)
-        backend = TritonAttention(spec, deterministic=True)
-        backend.plan(batch, scene.pool)
-        return backend.run(*(part[rows] for part in scene.parts()), 0)
 
-    together = run([0, 1, 2, 3, 4])
-    assert torch.equal(run([4, 3, 2, 1, 0]).flip(0), together)
-    for row in range(5):
-        assert torch.equal(run([row])[0], together[row])
+def run_rows(scene: Scene, rows: list[int], prefixes: list[SharedPrefix]) -> torch.Tensor:
+    backend = TritonAttention(scene.spec, deterministic=True)
+    metadata = backend.plan_decode_buffers(len(rows), scene.tables.shape[1], scene.pool)
+    metadata.page_tables_BP.copy_(scene.tables[rows])
+    metadata.seq_lens_B.copy_(torch.tensor([scene.lengths[row] for row in rows]))
+    metadata.set_prefixes(prefixes)
+    q_BNH = scene.parts()[0][rows]
+    out_BNH = torch.full_like(q_BNH, float("nan"))
+    metadata.cut()
+    backend.run_decode(q_BNH, scene.pool.tokens(0), metadata, out_BNH, 0, scene.sink)
+    return out_BNH
 
 
 def test_auto_picks_it() -> None:

@@ -73,6 +73,34 @@ def test_shared_prefixes_equal_plain(t_full, monkeypatch):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
 
 
+@pytest.mark.parametrize("model", ["t_full", "t_qwen3"])
+def test_deterministic_samples_keep_their_bits(model, request, monkeypatch):
+    """Alone, beside others, and with prefixes read together: pieces are short and sharing always pays here."""
+    from engine.attention import decode_metadata
+    from engine.kernels import decode_pieces
+
+    for module in (decode_pieces, decode_metadata):
+        monkeypatch.setattr(module, "SHORT", 32)
+    monkeypatch.setattr(decode_pieces, "LONG_FROM", 192)
+    fields = dict(page_size=16, kv_tokens=16384, max_running=48, loop="overlapped", attention="triton", burst=8)
+
+    def group(count: int):
+        return ask("group", prompt(150), n=count, max_new=60, temperature=1.0, seed=3)
+
+    runs = []
+    for least in (1, 1 << 40):
+        monkeypatch.setattr(decode_metadata, "MIN_SAVED_BYTES", least)
+        monkeypatch.setattr(decode_metadata, "MIN_SAVED_SEGMENT_BYTES", least)
+        engine = make_engine(request.getfixturevalue(model), device="cuda", deterministic=True, **fields)
+        for requests in ([group(9)], [group(9), *work()], [group(2)]):
+            runs.append(engine.generate(list(requests))[0].samples)
+        engine.check()
+    for samples in runs[1:]:
+        for a, b in zip(samples, runs[0], strict=False):
+            assert a.ids.tolist() == b.ids.tolist()
+            assert list(a.logprobs) == list(b.logprobs)
+
+
 def test_updates_reach_captured_graphs(t_full, t_full_w1):
     engine = make_engine(t_full, device="cuda", loop="overlapped", attention="triton")
     (before,) = engine.generate([ask("g", prompt(16), max_new=24)])

@@ -23,13 +23,12 @@ class Extents:
         return None
 
     def give_back(self, start: int) -> None:
-        merged: list[tuple[int, int]] = []
-        for begin, length in sorted([*self._free, (start, self._taken.pop(start))]):
-            if merged and sum(merged[-1]) == begin:
-                merged[-1] = merged[-1][0], merged[-1][1] + length
-            else:
-                merged.append((begin, length))
-        self._free = merged
+        self._free = _merged([*self._free, (start, self._taken.pop(start))])
+
+    def longest_without(self, starts: list[int]) -> int:
+        """The longest free extent if these were given back."""
+        free = _merged([*self._free, *((start, self._taken[start]) for start in starts)])
+        return max((length for _, length in free), default=0)
 
     @property
     def num_free(self) -> int:
@@ -42,3 +41,13 @@ class Extents:
             assert start == end and length > 0, f"extent at {start}, expected {end}"
             end += length
         assert end == self.size, f"extents cover {end} of {self.size}"
+
+
+def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, length in sorted(extents):
+        if merged and sum(merged[-1]) == begin:
+            merged[-1] = merged[-1][0], merged[-1][1] + length
+        else:
+            merged.append((begin, length))
+    return merged

@@ -68,7 +68,9 @@ def check_weights(
     peft = PeftConfig(config)
     found = _collect(tensors, geometry, same_base)
     if not found:
-        raise InvalidAdapter("tensors", f"factors of the model's modules, like {_names(geometry.places)}", list(tensors)[:3])
+        raise InvalidAdapter(
+            "tensors", f"factors of the model's modules, like {_names(geometry.places)}", list(tensors)[:3]
+        )
     wanted = peft.targets(geometry)
     if wanted is not None and wanted != set(found):
         missing, extra = wanted - set(found), set(found) - wanted
@@ -112,9 +114,7 @@ def _collect(
     return found
 
 
-def _check_base_copy(
-    name: str, plain: str, tensor: torch.Tensor, geometry: Geometry, same_base: SameBase
-) -> None:
+def _check_base_copy(name: str, plain: str, tensor: torch.Tensor, geometry: Geometry, same_base: SameBase) -> None:
     """peft saves embeddings beside their factors; only the model's own will do."""
     module = plain.removesuffix(".weight").removesuffix(".base_layer")
     if not plain.endswith(".weight") or module not in geometry.places:

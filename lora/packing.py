@@ -61,6 +61,9 @@ class Packed:
 
 
 def bucket(rank: int) -> int:
+    """The padded rank. A bias takes one of the ranks."""
+    if rank > BUCKETS[-1]:
+        raise InvalidAdapter("r", f"at most {BUCKETS[-1]}, a bias included", rank)
     return next(size for size in BUCKETS if size >= rank)
 
 

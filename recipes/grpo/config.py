@@ -164,7 +164,7 @@ def smollm2() -> GrpoConfig:
     """
     return GrpoConfig(
         output=Path("outputs/smollm2"),
-        steps=100,
+        steps=50,
         checkpoint_every=50,
         evaluate_every=10,
         task=DigitPairsConfig(),
@@ -182,7 +182,7 @@ def smollm2() -> GrpoConfig:
             ),
         ),
         loss=LossConfig(kind="dr_grpo"),
-        optim=OptimConfig(learning_rate=3e-5, warmup_steps=5, decay_steps=100, max_tokens=32768),
+        optim=OptimConfig(learning_rate=3e-5, warmup_steps=5, decay_steps=50, max_tokens=32768),
     )
 
 

@@ -24,8 +24,8 @@ class RMSNorm(nn.Module):
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, length, length, value=self.inverse_width).rsqrt_()
-        if wide is x:
-            return (x * scale).mul_(self.weight)
+        if wide is x or wide.requires_grad:  # neither the input nor what a gradient needs may change
+            return (wide * scale).to(x.dtype).mul_(self.weight)
         return wide.mul_(scale).to(x.dtype).mul_(self.weight)
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token

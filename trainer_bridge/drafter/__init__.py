@@ -1,0 +1,1 @@
+"""Training block drafters and their confidence heads from what the target answers."""

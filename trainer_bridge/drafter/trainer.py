@@ -1,0 +1,225 @@
+"""The drafter as it is trained: one step of data parallelism, an optimiser, and what a resume needs.
+
+Owns the order of a step: anchors, the common divisor, gradients over micro-batches, their sum over ranks,
+clipping, AdamW on fp32 masters. Ignores where features come from and when anything is saved.
+
+Every rank holds the whole drafter and takes its share of a step's examples. Gradients are summed, as the
+divisor spans all ranks: how examples are shared out changes nothing but rounding. A step whose gradient
+is not finite is skipped on all ranks alike and counted; too many in a row end the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.dspark.block_model import BlockDrafterModel, SharedEnds
+from engine.errors import InternalError, InvalidRequest
+from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
+from trainer_bridge.drafter.blocks import make_blocks, micro_batches
+from trainer_bridge.drafter.features import FeatureExample
+from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums, check_terms, draft_loss
+from trainer_bridge.master_weights import MasterWeights
+
+Trained = Literal["all", "confidence"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptimConfig:
+    """AdamW, a linear warm-up over the share `warmup` of `steps`, then a cosine to 0; the published values
+    but for `betas`, which were not. `anchors` blocks an example at most. `max_slots` bounds block slots
+    plus context tokens of a micro-batch, `chunk` the blocks whose logits exist at once. `max_skipped`
+    steps in a row without a finite gradient end the run."""
+
+    steps: int = 24_000
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    betas: tuple[float, ...] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    anchors: int = 512
+    max_slots: int = 8192
+    chunk: int = 128
+    max_skipped: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "anchors", "max_slots", "chunk", "max_skipped"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(field=f"optim.{name}", expected="at least 1", actual=getattr(self, name))
+        if not self.learning_rate >= 0:
+            raise InvalidRequest(field="optim.learning_rate", expected="0 or more", actual=self.learning_rate)
+        if not 0.0 <= self.warmup < 1.0:
+            raise InvalidRequest(field="optim.warmup", expected="a share below 1", actual=self.warmup)
+
+    def rate(self, done: int) -> float:
+        """Share of `learning_rate` for the step after `done` of them."""
+        rising = self.warmup * self.steps
+        if done < rising:
+            return (done + 1) / (rising + 1)
+        past = (done - rising) / max(1.0, self.steps - rising)
+        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, past)))
+
+
+class DrafterTrainer:
+    """Trains `model`, which it owns while it exists, with the target's frozen `ends`.
+
+    `trained` "confidence" leaves everything but the confidence head as it is. With `torch.distributed`
+    initialised the ranks of the default group work together; their models must be equal at the start.
+    """
+
+    def __init__(
+        self,
+        model: BlockDrafterModel,
+        ends: SharedEnds,
+        loss: DraftLossConfig,
+        optim: DraftOptimConfig,
+        seed: int = 0,
+        trained: Trained = "all",
+    ) -> None:
+        if trained == "confidence" and (model.confidence_head is None or not loss.confidence):
+            raise InvalidRequest(field="trained", expected="a confidence head whose loss has a weight", actual=trained)
+        self.model, self.ends, self.loss, self.optim, self.seed = model, ends, loss, optim, seed
+        self.train_step, self.skipped = 0, 0
+        self._in_a_row = 0
+        self._device = model.fc.device
+        for name, param in model.named_parameters():
+            param.requires_grad_(trained == "all" or name.startswith("confidence_head."))
+        self.weights = MasterWeights(model)
+        self.optimizer = torch.optim.AdamW(
+            [master for master, param in self._pairs() if param.requires_grad],
+            lr=optim.learning_rate,
+            betas=(optim.betas[0], optim.betas[1]),
+            weight_decay=optim.weight_decay,
+            eps=optim.eps,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, optim.rate)
+
+    def step(self, examples: Sequence[FeatureExample]) -> dict[str, float]:
+        """One update on this rank's share of the step's examples, which may be empty; metrics of all ranks."""
+        has_states = all(item.last_TD is not None for item in examples)
+        check_terms(self.loss, has_states, self.model.confidence_head is not None)
+        chosen = self._anchors(examples)
+        divisor = self._divisor(chosen)
+        sums = DraftSums(self.model.spec.num_drafts, self._device)
+        value = torch.zeros((), dtype=torch.float64, device=self._device)
+        if divisor > 0:
+            for part in micro_batches(self.model.spec, chosen, self.optim.max_slots):
+                blocks = make_blocks(self.model.spec, part, self._device)
+                loss = draft_loss(self.model, self.ends, blocks, self.loss, divisor, sums, self.optim.chunk)
+                loss.backward()
+                self.weights.gather()
+                value += loss.detach().double()
+        self._reduce(value)
+        self._reduce(sums.values_FG)
+        norm = self._update()
+        return self._metrics(sums, float(value), norm)
+
+    @torch.no_grad()
+    def evaluate(self, examples: Sequence[FeatureExample], sums: DraftSums) -> None:
+        """Adds to `sums` what every eligible anchor of these examples yields; nothing is learnt."""
+        spec = self.model.spec
+        everywhere = [(item, eligible(item.example.mask, spec.block, spec.backbone.context_len)) for item in examples]
+        kept = [(item, anchors_A) for item, anchors_A in everywhere if len(anchors_A)]
+        for part in micro_batches(spec, kept, self.optim.max_slots):
+            blocks = make_blocks(spec, part, self._device)
+            draft_loss(self.model, self.ends, blocks, self.loss, 1.0, sums, self.optim.chunk)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on bit for bit; anchors are drawn from the step's number."""
+        return {
+            "masters": [master.detach() for master in self.weights.masters],
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "train_step": self.train_step,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for master, saved in zip(self.weights.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self.weights.write_back()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.train_step, self.skipped = state["train_step"], state["skipped"]
+
+    def _anchors(self, examples: Sequence[FeatureExample]) -> list[tuple[FeatureExample, np.ndarray]]:
+        spec, chosen = self.model.spec, []
+        for item in examples:
+            anchors = eligible(item.example.mask, spec.block, spec.backbone.context_len)
+            weights = None if item.anchor_weights_T is None else item.anchor_weights_T[anchors]
+            rng = anchor_rng(self.seed, self.train_step, item.example.key)
+            anchors_A = draw_anchors(anchors, self.optim.anchors, rng, weights)
+            if len(anchors_A):
+                chosen.append((item, anchors_A))
+        return chosen
+
+    def _divisor(self, chosen: list[tuple[FeatureExample, np.ndarray]]) -> float:
+        weights_G = self.loss.weights(self.model.spec.num_drafts).double().numpy()
+        drafts = self.model.spec.num_drafts
+        own = sum((counted(item.example.mask, a, drafts) * weights_G).sum() for item, a in chosen)
+        total = torch.tensor(float(own), dtype=torch.float64, device=self._device)
+        self._reduce(total)
+        return float(total)
+
+    def _update(self) -> float:
+        """Sums gradients over ranks, clips and steps; returns the norm before clipping."""
+        trained = [master for master, param in self._pairs() if param.requires_grad]
+        if dist.is_initialized():
+            # Ranks without examples have no gradients of their own and still take part.
+            for master in trained:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+            flat = torch.cat([master.grad.flatten() for master in trained if master.grad is not None])
+            self._reduce(flat)
+            for master, part in zip(trained, flat.split([master.numel() for master in trained]), strict=True):
+                master.grad = part.view_as(master)
+        norm = float(nn.utils.clip_grad_norm_(trained, self.optim.clip_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.weights.write_back()
+            self._in_a_row = 0
+        else:
+            self.skipped += 1
+            self._in_a_row += 1
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.train_step += 1
+        if self._in_a_row >= self.optim.max_skipped:
+            raise InternalError(f"no finite gradient in {self._in_a_row} steps up to step {self.train_step}")
+        return norm
+
+    def _metrics(self, sums: DraftSums, loss: float, norm: float) -> dict[str, float]:
+        values = {
+            "drafter/loss": loss,
+            "drafter/ce": sums.overall("ce"),
+            "drafter/accepted": sums.overall("accepted"),
+            "drafter/accept_length": sums.accept_length(),
+            "drafter/argmax_agreement": sums.overall("agreed"),
+            "drafter/blocks": float(sums.values_FG[0, 0]),
+            "drafter/grad_norm": norm,
+            "drafter/lr": float(self.scheduler.get_last_lr()[0]),
+            "drafter/skipped_steps": float(self.skipped),
+        }
+        if self.model.confidence_head is not None:
+            values["drafter/confidence_gap"] = sums.overall("gap")
+            values["drafter/confidence_bias"] = sums.overall("bias")
+        for place, mean in enumerate(sums.mean("accepted").tolist()):
+            values[f"drafter/accepted_at_{place}"] = mean
+        return values
+
+    def _pairs(self) -> list[tuple[Tensor, nn.Parameter]]:
+        return list(zip(self.weights.masters, self.weights.params, strict=True))
+
+    @staticmethod
+    def _reduce(values: Tensor) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(values)

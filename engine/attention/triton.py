@@ -55,6 +55,9 @@ class PrefillPlan:
     tile_query_X: torch.Tensor
     tiles: TileConfig
     splits: int
+    page_size: int
+    packed: torch.Tensor
+    """What lengths, starts and tiles are views of."""
 
 
 class TritonAttention:
@@ -77,10 +80,10 @@ class TritonAttention:
         self.name = "triton" if prefill is None else prefill.name
         self._spec = spec
         self._deterministic = deterministic
-        self._num_heads = parallel.share(spec.num_heads, "num_attention_heads")
+        self.num_heads = parallel.share(spec.num_heads, "num_attention_heads")
         self._num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
         self._block_d = padded_head_dim(spec.head_dim)
-        self._group = self._num_heads // self._num_kv_heads
+        self._group = self.num_heads // self._num_kv_heads
         self._workspace: Workspace | None = None
         self._shapes: dict[tuple[int, int], LayerShape] = {}
         self._pool: KVPool | None = None
@@ -175,28 +178,86 @@ class TritonAttention:
     def _plan_prefill(self, batch: ForwardBatch, kv_pool: KVPool) -> PrefillPlan:
         first = batch.num_decode
         queries, lengths = batch.query_lens[first:], batch.seq_lens[first:]
-        longest = 1 << 20 if self._deterministic else max(queries)
-        tiles = prefill_config(self._block_d, kv_pool.dtype.itemsize, self._group, longest)
-        rows_X, queries_X = cut_tiles(queries, lengths, tiles.block_m // self._group)
-        starts = [0]
-        for count in queries:
-            starts.append(starts[-1] + count)
-        parts = (lengths, starts, rows_X, queries_X)
+        tiles = self._prefill_tiles(kv_pool, max(queries))
+        parts = _prefill_parts(queries, lengths, tiles.block_m // self._group)
         packed = send(np.array([value for part in parts for value in part], dtype=np.int32), kv_pool.device)
-        seq_lens_B, query_starts_B1, tile_row_X, tile_query_X = packed.split([len(part) for part in parts])
-        splits = 1
-        if not self._deterministic:
-            free = 2 * processors(kv_pool.device) // max(1, len(rows_X) * self._num_kv_heads)
-            splits = max(1, min(16, free, max(lengths) // MIN_PREFILL_SPLIT))
-        return PrefillPlan(
-            start=first,
-            seq_lens_B=seq_lens_B,
-            query_starts_B1=query_starts_B1,
-            page_tables_BP=batch.page_tables_BP[first:],
-            tile_row_X=tile_row_X,
-            tile_query_X=tile_query_X,
-            tiles=tiles,
-            splits=splits,
+        splits = self._prefill_splits(len(parts[2]), max(lengths), kv_pool)
+        views = packed.split([len(part) for part in parts])
+        return _prefill_plan(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
+
+    def _prefill_tiles(self, kv_pool: KVPool, longest: int) -> TileConfig:
+        longest = 1 << 20 if self._deterministic else longest
+        return prefill_config(self._block_d, kv_pool.dtype.itemsize, self._group, longest)
+
+    def _prefill_splits(self, tiles: int, longest_context: int, kv_pool: KVPool) -> int:
+        """Parts that each tile's context is cut into, so that few tiles still fill the device."""
+        if self._deterministic:
+            return 1
+        free = 2 * processors(kv_pool.device) // max(1, tiles * self._num_kv_heads)
+        return max(1, min(16, free, longest_context // MIN_PREFILL_SPLIT))
+
+    # The graph form of prefill.
+
+    def prefills_in_one_piece(self, batch: ForwardBatch, kv_pool: KVPool) -> bool:
+        """Whether a batch without decode rows runs as `run_prefill` with fixed buffers does."""
+        if self._prefill_part is not None:
+            return False
+        per_tile = self._prefill_tiles(kv_pool, 1 << 20).block_m // self._group
+        tiles = sum(-(-count // per_tile) for count in batch.query_lens)
+        return self._prefill_splits(tiles, max(batch.seq_lens), kv_pool) == 1
+
+    def plan_prefill_buffers(self, max_tokens: int, max_rows: int, max_pages: int, kv_pool: KVPool) -> PrefillPlan:
+        """Fixed buffers for up to `max_tokens` tokens of up to `max_rows` rows, all of them padding."""
+        tiles = self._prefill_tiles(kv_pool, 1 << 20)
+        most = max_tokens // (tiles.block_m // self._group) + max_rows
+        sizes = [max_rows, max_rows + 1, most, most]
+        packed = torch.full((sum(sizes),), -1, dtype=torch.int32, device=kv_pool.device)
+        packed[: sum(sizes[:2])] = 0
+        tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=kv_pool.device)
+        return _prefill_plan(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
+
+    def fill_prefill(self, plan: PrefillPlan, batch: ForwardBatch) -> None:
+        """Take a batch without decode rows into fixed buffers. Waits for nothing."""
+        per_tile = plan.tiles.block_m // self._group
+        parts = _prefill_parts(batch.query_lens, batch.seq_lens, per_tile)
+        packed, at = np.full(plan.packed.shape[0], -1, dtype=np.int32), 0
+        buffers = (plan.seq_lens_B, plan.query_starts_B1, plan.tile_row_X, plan.tile_query_X)
+        for buffer, part, padding in zip(buffers, parts, (0, parts[1][-1], -1, 0), strict=True):
+            packed[at : at + len(part)] = part
+            packed[at + len(part) : at + buffer.shape[0]] = padding
+            at += buffer.shape[0]
+        plan.packed.copy_(staged(packed, plan.packed.device), non_blocking=True)
+        rows, columns = batch.page_tables_BP.shape
+        plan.page_tables_BP[:rows, :columns].copy_(batch.page_tables_BP)
+
+    def run_prefill(
+        self,
+        q_TNH: torch.Tensor,
+        layer_kv: torch.Tensor,
+        plan: PrefillPlan,
+        out_TNH: torch.Tensor,
+        layer: int,
+        sink_N: torch.Tensor | None = None,
+    ) -> None:
+        """Write out_TNH of the plan's tokens; this step's keys and values are in `layer_kv` already."""
+        partial = None
+        if plan.splits > 1:
+            tokens, heads, head_dim = q_TNH.shape
+            partial = States.empty((plan.splits, tokens), heads, head_dim, q_TNH.device)
+        prefill_attention(
+            q_TNH,
+            layer_kv,
+            plan.page_tables_BP,
+            plan.seq_lens_B,
+            plan.query_starts_B1,
+            plan.tile_row_X,
+            plan.tile_query_X,
+            out_TNH,
+            self._shape(layer, plan.page_size),
+            plan.tiles,
+            sink_N,
+            plan.splits,
+            partial,
         )
 
     def run(
@@ -223,25 +284,7 @@ class TritonAttention:
         if self._decode is not None:
             self.run_decode(q_TNH[:rows], layer_kv, self._decode, out_TNH[:rows], layer, sink_N)
         if prefill is not None:
-            partial = None
-            tokens, heads, head_dim = q_TNH[rows:].shape
-            if prefill.splits > 1:
-                partial = States.empty((prefill.splits, tokens), heads, head_dim, q_TNH.device)
-            prefill_attention(
-                q_TNH[rows:],
-                layer_kv,
-                prefill.page_tables_BP,
-                prefill.seq_lens_B,
-                prefill.query_starts_B1,
-                prefill.tile_row_X,
-                prefill.tile_query_X,
-                out_TNH[rows:],
-                self._shape(layer, pool.page_size),
-                prefill.tiles,
-                sink_N,
-                prefill.splits,
-                partial,
-            )
+            self.run_prefill(q_TNH[rows:], layer_kv, prefill, out_TNH[rows:], layer, sink_N)
         elif self._prefill_part is not None and rows < q_TNH.shape[0]:
             self._prefill_part.attend(q_TNH[rows:], pool, layer, out_TNH[rows:])
         return out_TNH
@@ -268,7 +311,7 @@ class TritonAttention:
 
     def _size(self, kv_pool: KVPool) -> AttentionSize:
         return AttentionSize(
-            num_heads=self._num_heads,
+            num_heads=self.num_heads,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._spec.head_dim,
             page_size=kv_pool.page_size,
@@ -281,7 +324,7 @@ class TritonAttention:
         if shape is None:
             spec = self._spec.layers[layer]
             shape = self._shapes[layer, page_size] = LayerShape(
-                num_heads=self._num_heads,
+                num_heads=self.num_heads,
                 num_kv_heads=self._num_kv_heads,
                 head_dim=self._spec.head_dim,
                 page_size=page_size,
@@ -290,3 +333,24 @@ class TritonAttention:
                 sink=spec.sink,
             )
         return shape
+
+
+def _prefill_parts(queries: list[int], lengths: list[int], per_tile: int) -> tuple[list[int], ...]:
+    """Lengths, starts of rows among the tokens, rows of tiles and their first queries."""
+    starts = [0]
+    for count in queries:
+        starts.append(starts[-1] + count)
+    return (lengths, starts, *cut_tiles(queries, lengths, per_tile))
+
+
+def _prefill_plan(
+    start: int,
+    views: tuple[torch.Tensor, ...],
+    page_tables_BP: torch.Tensor,
+    tiles: TileConfig,
+    splits: int,
+    page_size: int,
+    packed: torch.Tensor,
+) -> PrefillPlan:
+    lengths, starts, rows_X, queries_X = views
+    return PrefillPlan(start, lengths, starts, page_tables_BP, rows_X, queries_X, tiles, splits, page_size, packed)

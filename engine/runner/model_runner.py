@@ -26,6 +26,7 @@ from engine.models.decoder import CausalLM, DenseDecoderLM
 
 if TYPE_CHECKING:
     from engine.attention.triton import TritonAttention
+    from engine.runner.prefill_graphs import PrefillGraphs
 
 ROW_MULTIPLE = 4
 PADDING_KEY = -1
@@ -123,10 +124,16 @@ class FusedRunner(ModelRunner):
 
         self.fused = FusedForward(model, kv_pool, deterministic)
         self.attention = backend
+        self.prefill_graphs: PrefillGraphs | None = None
+        """Set where chunks of prompts may run captured."""
         self._first = kv_pool.device.type == "cuda"
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        if self.prefill_graphs is not None and capture is None:
+            replayed_TD = self.prefill_graphs.hidden(batch)
+            if replayed_TD is not None:
+                return replayed_TD
         self.attention.plan(batch, self.kv_pool)
         inputs = batch.input_ids_T, batch.positions_T, batch.write_slots_T
         if self._first:

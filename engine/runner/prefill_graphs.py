@@ -1,0 +1,173 @@
+"""Chunks of prompts as replays of captured graphs, where launching costs more than computing.
+
+Owns the tiers of token counts, capture on the second use of a tier, and the copy of a batch into a
+graph's buffers. Ignores batches with decode rows, which run launch by launch, and whatever asks for
+hidden states of inner layers.
+
+A forward pass is some ten launches a layer, each of them 20 microseconds of the host: for a small model,
+or a few hundred tokens of a larger one, the device waits for them. Tokens beyond a batch's are padding:
+ids of -1, computed from zeros and written nowhere, and no tile of attention covers them.
+
+Shapes: T tokens of a tier, N query heads, H head size, D hidden.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.triton import PrefillPlan, TritonAttention
+from engine.batch import ForwardBatch
+from engine.memory.kv_pool import KVPool
+from engine.metrics import EngineCounters
+from engine.models.fused import FusedForward
+from engine.models.spec import ModelSpec
+from engine.runner.capture import anchored_pool, capture
+from engine.runner.compile_ahead import compile_ahead
+
+logger = logging.getLogger(__name__)
+
+LAYER_LAUNCH_SECONDS = 2e-4
+FLOPS = 5e14
+"""What launching a layer takes a host, and what products reach on a large GPU: together they say up to
+how many tokens a graph pays. Neither is critical: around that number both ways take the same time."""
+
+MAX_ROWS = 128
+USES_BEFORE_CAPTURE = 1
+
+
+def worthwhile_tokens(spec: ModelSpec, most: int) -> int:
+    """Tokens up to which launching takes longer than computing, at most `most`."""
+    attention = spec.hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    weights = spec.num_layers * (attention + 3 * spec.hidden * spec.intermediate)
+    return min(most, int(spec.num_layers * LAYER_LAUNCH_SECONDS * FLOPS / (2 * weights)))
+
+
+def token_tiers(most: int) -> list[int]:
+    """Powers of two and what lies halfway, from 32 to `most`."""
+    tiers, size = [], 32
+    while size <= most:
+        tiers += [size, size + size // 2]
+        size *= 2
+    return [tier for tier in tiers if tier < most] + ([most] if most >= 32 else [])
+
+
+@dataclass(slots=True)
+class CapturedChunk:
+    """A graph knows addresses only: every buffer it touches lives as long as it does."""
+
+    replay: Callable[[], None]
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    write_slots_T: torch.Tensor
+    plan: PrefillPlan
+    hidden_TD: torch.Tensor
+    scratch: torch.Tensor
+
+
+class PrefillGraphs:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        forward: FusedForward,
+        backend: TritonAttention,
+        kv_pool: KVPool,
+        max_tokens: int,
+        max_pages: int,
+        counters: EngineCounters,
+    ) -> None:
+        self._spec = spec
+        self._forward = forward
+        self._backend = backend
+        self._pool = kv_pool
+        self._max_pages = max_pages
+        self._counters = counters
+        self._tiers = token_tiers(worthwhile_tokens(spec, max_tokens))
+        self._captured: dict[int, CapturedChunk | None] = {}
+        self._uses: Counter[int] = Counter()
+        on_gpu = kv_pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
+        self._memory, self._anchor = anchored_pool(self._stream) if self._stream is not None else (None, None)
+        self.graph_bytes = 0
+        """Device memory taken by captures."""
+
+    def forget(self) -> None:
+        """Drop all graphs and give their memory up. They are captured anew when needed."""
+        self._captured.clear()
+        self.graph_bytes = 0
+        if self._stream is not None:
+            self._memory, self._anchor = anchored_pool(self._stream)
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Final hidden states of the batch's tokens, good until the next call; None where the batch
+        should run launch by launch."""
+        tokens = batch.num_tokens
+        if batch.num_decode or batch.num_rows > MAX_ROWS or not self._tiers or tokens > self._tiers[-1]:
+            return None
+        if not self._backend.prefills_in_one_piece(batch, self._pool):
+            return None
+        captured = self._of(self._tiers[bisect.bisect_left(self._tiers, tokens)])
+        if captured is None:
+            return None
+        for buffer, values, padding in (
+            (captured.ids_T, batch.input_ids_T, -1),
+            (captured.positions_T, batch.positions_T, 0),
+            (captured.write_slots_T, batch.write_slots_T, -1),
+        ):
+            buffer[:tokens].copy_(values)
+            buffer[tokens:].fill_(padding)
+        self._backend.fill_prefill(captured.plan, batch)
+        captured.replay()
+        return captured.hidden_TD[:tokens]
+
+    def _of(self, tier: int) -> CapturedChunk | None:
+        if tier not in self._captured:
+            self._uses[tier] += 1
+            if self._uses[tier] <= USES_BEFORE_CAPTURE:
+                return None
+            self._captured[tier] = self._capture(tier)
+        return self._captured[tier]
+
+    @torch.inference_mode()
+    def _capture(self, tier: int) -> CapturedChunk | None:
+        """None where it cannot be captured."""
+        device, spec = self._pool.device, self._spec
+
+        def padding(value: int) -> torch.Tensor:
+            return torch.full((tier,), value, dtype=torch.int64, device=device)
+
+        ids_T, positions_T, write_slots_T = padding(-1), padding(0), padding(-1)
+        plan = self._backend.plan_prefill_buffers(tier, MAX_ROWS, self._max_pages, self._pool)
+        out_TNH = torch.zeros(tier, self._backend.num_heads, spec.head_dim, dtype=self._pool.dtype, device=device)
+        hidden_TD = torch.empty(tier, spec.hidden, dtype=self._pool.dtype, device=device)
+
+        def attend(q_TNH: torch.Tensor, layer: int) -> torch.Tensor:
+            self._backend.run_prefill(q_TNH, self._pool.tokens(layer), plan, out_TNH, layer)
+            return out_TNH
+
+        def chunk() -> None:
+            hidden_TD.copy_(self._forward.hidden(ids_T, positions_T, write_slots_T, attend))
+
+        replay: Callable[[], None] = chunk
+        if self._stream is not None:
+            began, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+            compile_ahead(chunk, self._stream, self._memory)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                chunk()
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+            try:
+                replay = capture(chunk, self._stream, self._memory).replay
+            except RuntimeError as error:  # memory is short, or a library refuses to be captured
+                logger.warning("chunks of %d tokens could not be captured and run uncaptured: %s", tier, error)
+                return None
+            self._counters.graph_captures += 1
+            self._counters.graph_capture_seconds += time.perf_counter() - began
+            self.graph_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
+        return CapturedChunk(replay, ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH)

@@ -26,12 +26,10 @@ TARGETS = {
 }
 
 
-def rollout(engine: Engine, groups: int, samples: int, prompt: int, new: int, seed: int) -> float:
-    """Seconds for all groups, from an empty cache."""
-    engine.flush("all")
+def group_requests(engine: Engine, groups: int, samples: int, prompt: int, new: int, seed: int) -> list[GroupRequest]:
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(temperature=1.0, max_new=new, ignore_eos=True, seed=seed)
-    work = [
+    return [
         GroupRequest(
             group_id=f"group-{number}",
             prompt_ids=rng.integers(0, engine.limits.vocab_size, prompt).astype(np.uint32),
@@ -40,6 +38,12 @@ def rollout(engine: Engine, groups: int, samples: int, prompt: int, new: int, se
         )
         for number in range(groups)
     ]
+
+
+def rollout(engine: Engine, groups: int, samples: int, prompt: int, new: int, seed: int) -> float:
+    """Seconds for all groups, from an empty cache."""
+    engine.flush("all")
+    work = group_requests(engine, groups, samples, prompt, new, seed)
     began = time.perf_counter()
     replies = engine.generate(work)
     seconds = time.perf_counter() - began

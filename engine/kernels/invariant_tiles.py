@@ -15,6 +15,9 @@ SEGMENT_MULTIPLE = 128
 WANTED = 128
 """Programs of 128 outputs and one segment that a weight should have, for the rows of one tile."""
 
+FEW_ROWS = 64
+"""Rows up to which outputs are the rows of the instruction."""
+
 SPLIT_ELEMENTS = 384 * 128 * 128
 """Sums that segments of a split product may leave in memory: three programs for each of 128 processors."""
 
@@ -53,7 +56,7 @@ def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool,
     if itemsize > 2:
         # Without tensor cores operands live in registers, and there is one order of sums anyway.
         return InvariantTile(16, 32, 16, 4, 2)
-    if rows <= 64:
+    if rows <= FEW_ROWS:
         # Two programs fit a multiprocessor: one waits for its inputs while the other ends.
         width = max(16, 1 << (rows - 1).bit_length())
         return InvariantTile(width, 64, 128, 4, {16: 5, 32: 4, 64: 3}[width], swapped=True, split=True, boxed=boxed)
@@ -65,3 +68,11 @@ def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool,
         # Sums of two segments at once leave room for no more outputs.
         return InvariantTile(128, 128, 64, 8, 4, boxed=True, stream=True)
     return InvariantTile(128, 256, 64, 8, 4, boxed=True, stream=True)
+
+
+def gated_tile(rows: int, itemsize: int, boxed: bool) -> InvariantTile:
+    """For at most FEW_ROWS rows, and as many gates as ups."""
+    if itemsize > 2:
+        return InvariantTile(16, 32, 16, 4, 2)
+    width = max(16, 1 << (rows - 1).bit_length())
+    return InvariantTile(width, 64, 64, 4, {16: 5, 32: 4, 64: 4}[width], swapped=True, boxed=boxed)

@@ -18,7 +18,7 @@ import torch
 from engine.errors import Unsupported
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
-from engine.kernels.invariant_matmul import Partials, invariant_matmul
+from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import segments_of
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
@@ -145,13 +145,18 @@ class FusedForward:
         attention, mlp = layer.self_attn, layer.mlp
         x_TD = self._product(attention.o_proj, mix(self._product(attention.qkv_proj, x_TD)))
         x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
-        x_TD = self._product(mlp.down_proj, silu_and_mul(self._product(mlp.gate_up_proj, x_TD)))
+        x_TD = self._product(mlp.down_proj, self._gated(mlp.gate_up_proj, x_TD))
         return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
 
     def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
         if self._partials is None:
             return layer(x_TD)
         return invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
+
+    def _gated(self, layer: ColumnParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
+        if self._partials is None:
+            return silu_and_mul(layer(x_TD))
+        return invariant_gated_matmul(x_TD, layer.weight, layer.bias, self._partials)
 
     def _rotated(
         self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor

@@ -14,7 +14,7 @@ from engine.types import SamplingParams, Want
 pytest.importorskip("triton")
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
 from engine.kernels.gemv import InputNorm, gemv, gemv_reference
-from engine.kernels.invariant_matmul import Partials, invariant_matmul
+from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import segments_of
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
@@ -159,6 +159,18 @@ def test_invariant_products_keep_a_rows_bits(outputs, inputs, dtype):
     if dtype == torch.bfloat16:
         part = invariant_matmul(x, weight[64:320], segments=segments_of(outputs, inputs))
         assert torch.equal(part, whole[:, 64:320]), "a part of the outputs"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "inputs"), [(12288, 4096), (1536, 576), (9000, 1024)])
+def test_invariant_gates_keep_a_rows_bits(width, inputs, dtype):
+    """With the gate in the product and after it."""
+    x, weight = noise(200, inputs).to(dtype), noise(2 * width, inputs, scale=inputs**-0.5).to(dtype)
+    whole = silu_and_mul(invariant_matmul(x, weight))
+    assert relative(whole, gemv_reference(x.double(), weight.double(), gated=True)) < 1e-2
+    for start, rows in ((3, 1), (40, 30), (100, 64), (7, 128), (0, 200)):
+        part = invariant_gated_matmul(x[start : start + rows], weight)
+        assert torch.equal(part, whole[start : start + rows]), f"{rows} rows"
 
 
 def doubled(options):

@@ -19,8 +19,8 @@ from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
-from engine.kernels.invariant_matmul import Partials, invariant_matmul
-from engine.kernels.invariant_tiles import InvariantTile, segments_of, tile_for
+from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
+from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_of, tile_for
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
@@ -33,6 +33,11 @@ from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_mat
 from engine.kernels.swiglu import silu_and_mul
 from engine.memory.device_table import DeviceTable
 from engine.types import Want
+from lora.device_pool import DevicePool
+from lora.geometry import Geometry, Kind, Part, Site
+from lora.kernels.expand import lora_expand
+from lora.kernels.shrink import lora_shrink, workspace_shape
+from lora.segments import Tiles
 
 BF16 = torch.bfloat16
 LAYERS = {
@@ -77,6 +82,8 @@ def invariant_products(capability: int) -> None:
         x, weight = torch.zeros(rows, 2048, dtype=BF16), torch.zeros(outputs, 2048, dtype=BF16)
         tile = tile_for(rows, outputs, segments_of(outputs, 2048), 2, boxed, 132)
         invariant_matmul(x, weight, partials=partials, tile=tile)
+    x, weight = torch.zeros(33, 1024, dtype=BF16), torch.zeros(32768, 1024, dtype=BF16)
+    invariant_gated_matmul(x, weight, partials=partials, tile=gated_tile(33, 2, boxed))
     tile = InvariantTile(16, 64, 64, 4, 2, boxed=True, stream=True)  # where there are no tensor maps, plain loads
     invariant_matmul(torch.zeros(600, 1024, dtype=BF16), torch.zeros(512, 1024, dtype=BF16), segments=1, tile=tile)
 
@@ -147,6 +154,26 @@ def sampling(capability: int, edits: bool | None = None, vocab: int = 900, tile:
     sample_top(logits, table, columns, out, workspace)
 
 
+def adapters(capability: int) -> None:
+    """Projections of one, two and three parts; with the fewest ranks, many, and many rows at a time."""
+    parts = tuple(Part(name, width) for name, width in zip("qkv", (4096, 1024, 1024), strict=True))
+    sites = (
+        Site(12288, (Part("down", 4096),)),
+        Site(4096, parts[: 2 if capability == 80 else 3]),
+        Site(512, (Part("e", 4096),), Kind.EMBEDDING),
+    )
+    pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
+    for block, rank in ((16, 16), (64, 64)) if capability == 90 else ((16, 32),):
+        tiles = Tiles.empty(80, 2, block, torch.device("cpu"))
+        for site in range(3):
+            widths, inputs = pool.geometry.widths(site), pool.geometry.inputs(site)
+            h = torch.zeros(workspace_shape(inputs, len(widths), 80, rank))
+            mixed = capability == 80 or rank == 64
+            x = torch.zeros(80, dtype=torch.int64) if site == 2 else torch.zeros(80, inputs, dtype=BF16)
+            lora_shrink(pool, site, x, tiles, h, mixed)
+            lora_expand(pool, site, h, tiles, torch.zeros(80, sum(widths), dtype=BF16), mixed, biased=mixed)
+
+
 def _rows(
     shape: LayerShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -158,6 +185,7 @@ def _rows(
 
 ENTRIES: tuple[Callable[[int], None], ...] = (
     elementwise,
+    adapters,
     rope,
     products,
     invariant_products,

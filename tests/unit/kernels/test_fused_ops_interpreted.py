@@ -9,7 +9,12 @@ import torch
 
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
 from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
-from engine.kernels.invariant_matmul import Partials, invariant_matmul, invariant_matmul_reference
+from engine.kernels.invariant_matmul import (
+    Partials,
+    invariant_gated_matmul,
+    invariant_matmul,
+    invariant_matmul_reference,
+)
 from engine.kernels.invariant_tiles import SEGMENT_MULTIPLE, InvariantTile, segments_of, tile_for
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
@@ -151,6 +156,15 @@ def test_who_sums_a_segment_changes_no_bits():
         assert torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 3, other), split)
     assert torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 3, tile), split)
     assert not torch.equal(invariant_matmul(x, weight, None, poison(33, 40), None, 1, tile), split)
+
+
+@pytest.mark.parametrize("tile", [INVARIANT_TILES[1], replace(INVARIANT_TILES[1], boxed=True), None], ids=str)
+@pytest.mark.parametrize("rows", [21, 65])
+def test_invariant_gated_products(rows, tile):
+    """In one launch, and in two where rows are many."""
+    x, weight = noise(rows, 80), noise(140, 80, seed=1)
+    out = invariant_gated_matmul(x, weight, tile=tile)
+    torch.testing.assert_close(out, gemv_reference(x, weight, gated=True), atol=1e-4, rtol=1e-5)
 
 
 def test_segments_follow_from_the_weight():

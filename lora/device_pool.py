@@ -66,7 +66,7 @@ class DevicePool:
             self._stream.wait_event(self._read)
         with torch.cuda.stream(self._stream):
             self._copy(slot, start, packed)
-            self._ready[slot] = self._stream.record_event()
+            self._ready[slot] = _recorded(self._stream)
         return slot
 
     def free(self, slot: int) -> None:
@@ -78,7 +78,7 @@ class DevicePool:
         if self._stream is not None:
             # A copy that nobody waited for must not outlive the slot either.
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            self._read = torch.cuda.current_stream(self.device).record_event()
+            self._read = _recorded(torch.cuda.current_stream(self.device))
 
     def await_ready(self, slots: set[int]) -> None:
         """Make launches from here on see these slots' factors."""
@@ -140,3 +140,9 @@ class DevicePool:
 
 def _whole(packed: Packed) -> int:
     return int(-(-packed.values_U.numel() // ALIGNMENT) * ALIGNMENT)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -17,7 +17,7 @@ from tests.unit.kernels.compile_entries import ENTRIES, decode_rows, prefill_row
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("engine", "lora", "trainer_bridge", "rollout", "recipes")
 CAPABILITIES = [80, 90, 100]
-STREAMING = ("_decode_kernel", "_prefix_kernel", "_prefill_kernel", "skinny_matmul_kernel")
+STREAMING = ("_decode_kernel", "_prefix_kernel", "_prefill_kernel", "skinny_matmul_kernel", "lora_shrink_kernel")
 """Kernels that wait for memory unless it is asked well ahead."""
 SHAPES = [
     (LayerShape(16, 2, 256, 64), torch.bfloat16),

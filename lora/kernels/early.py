@@ -1,0 +1,40 @@
+"""Launches that overlap the kernel before them, as the adapters' kernels use them.
+
+Owns the launch option and the two device calls, for compute capability 9.0 and newer. The rules that keep a
+chain of such launches right are the engine's (`engine.kernels.early`), which this package cannot import:
+every program waits before its first dependent access and before it leaves, only then lets the next
+launch in, and reads nothing earlier but what was written two or more launches back.
+"""
+
+# pyright: reportArgumentType=false
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+
+@functools.cache
+def _capable(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def is_early(tensor: torch.Tensor) -> bool:
+    """Whether launches on the tensor's device may overlap."""
+    return tensor.is_cuda and _capable(tensor.device.index)
+
+
+def options(early: bool) -> dict[str, bool]:
+    """Launch options; empty where overlap is impossible, since older compilers refuse the key."""
+    return {"launch_pdl": True} if early else {}
+
+
+@triton.jit
+def await_launch(EARLY: tl.constexpr):
+    """Wait for the launch before this one, its writes included, then let the next become resident."""
+    if EARLY:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()

@@ -1,0 +1,116 @@
+"""The adapters' kernels in Triton's interpreter against their references and the loop in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lora.geometry import Kind
+from lora.kernel_step import KernelStep
+from lora.kernels.expand import lora_expand, lora_expand_reference
+from lora.kernels.shrink import lora_shrink, lora_shrink_reference, workspace_shape
+from lora.segments import Segments, Tiles
+from lora.step import LoopStep
+from tests.unit.lora.toy_geometry import VOCAB, all_linear, geometry, make_pool, weights
+
+GEOMETRY = geometry()
+SLOTS = np.array([2, 0, 1, 3, 2, 1, 0, 2, 3, 1, 1])
+
+
+def pool():
+    """Ranks 3, 8, 20 and a bias, of different modules."""
+    mixed = all_linear(GEOMETRY, 3) | {"model.layers.0.self_attn.k_proj": 20, "model.embed_tokens": 5, "lm_head": 2}
+    some = {"model.layers.0.self_attn.v_proj": 16, "model.layers.0.mlp.up_proj": 16, "model.layers.0.mlp.down_proj": 9}
+    return make_pool(
+        GEOMETRY,
+        weights(mixed, GEOMETRY, 1),
+        weights(some, GEOMETRY, 2),
+        weights(all_linear(GEOMETRY, 8), GEOMETRY, 3, bias=True),
+    )
+
+
+def inputs_of(where, site: int, rows: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(site)
+    if where.sites[site].kind is Kind.EMBEDDING:
+        return torch.randint(0, VOCAB, (rows,), generator=source)
+    return torch.randn(rows, where.inputs(site), generator=source)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("site", [0, 1, 2, 3, 4, 5])
+def test_a_step_of_kernels_equals_the_loop(site):
+    adapters, slots = pool(), SLOTS
+    x, width = inputs_of(GEOMETRY, site, len(slots)), sum(GEOMETRY.widths(site))
+    start = torch.randn(len(slots), width)
+    results = []
+    for step in (LoopStep(adapters, slots), KernelStep(adapters, slots)):
+        y = start.clone()
+        add = step.add_embedding_ if GEOMETRY.sites[site].kind is Kind.EMBEDDING else step.add_
+        add(site, x, y)
+        results.append(y)
+    close(results[1], results[0])
+    assert torch.equal(results[1][slots == 0], start[slots == 0])
+    assert not torch.equal(results[1], start)
+
+
+@pytest.mark.parametrize("inputs", [64, 2100])
+def test_each_kernel_equals_its_reference(inputs):
+    """2,100 inputs are cut in two, unevenly for the tiles."""
+    from lora.geometry import Geometry, Part, Site
+
+    where = Geometry((Site(inputs, (Part("a", 40), Part("b", 24))),))
+    adapters = make_pool(where, weights({"a": 16, "b": 7}, where, 1), weights({"b": 30}, where, 2))
+    slots = np.array([1] * 18 + [0] + [2] * 3)
+    segments = Segments.of(slots)
+    tiles = Tiles.empty(len(segments.rows_A), 4, 16, torch.device("cpu"))
+    tiles.fill(segments)
+    x, y = inputs_of(where, 0, len(slots)) / inputs**0.5, torch.randn(len(slots), 64)
+    h = torch.full(workspace_shape(inputs, 2, len(segments.rows_A), 32), float("nan"))
+    expected, kept = torch.empty_like(h), y.clone()
+    lora_shrink(adapters, 0, x, tiles, h)
+    lora_shrink_reference(adapters, 0, x, tiles, expected)
+    close(h, expected)
+    lora_expand(adapters, 0, h, tiles, y)
+    lora_expand_reference(adapters, 0, expected, tiles, kept)
+    close(y, kept)
+
+
+def test_uniform_ranks_take_the_path_without_masks():
+    adapters = make_pool(GEOMETRY, *(weights(all_linear(GEOMETRY, 16), GEOMETRY, seed) for seed in range(2)))
+    slots, x = np.array([1, 2, 0, 1]), inputs_of(GEOMETRY, 1, 4)
+    loop, kernels = torch.zeros(4, 80), torch.zeros(4, 80)
+    LoopStep(adapters, slots).add_(1, x, loop)
+    step = KernelStep(adapters, slots)
+    assert step._mixed[1] is False
+    step.add_(1, x, kernels)
+    close(kernels, loop)
+
+
+def test_a_row_keeps_its_bits_whatever_shares_its_batch():
+    """Of equal ranks: products of other shapes are other sums in the interpreter, unlike on a device."""
+    adapters = make_pool(GEOMETRY, *(weights(all_linear(GEOMETRY, rank), GEOMETRY, rank) for rank in (16, 9, 12)))
+    for site in (1, 4):
+        x = inputs_of(GEOMETRY, site, len(SLOTS))
+        together = torch.zeros(len(SLOTS), sum(GEOMETRY.widths(site)))
+        KernelStep(adapters, SLOTS).add_(site, x, together)
+        for row, slot in enumerate(SLOTS):
+            alone = torch.zeros(1, together.shape[1])
+            KernelStep(adapters, SLOTS[row : row + 1]).add_(site, x[row : row + 1], alone)
+            assert torch.equal(alone[0], together[row]), f"row {row} of slot {slot}"
+
+
+def test_not_a_number_in_one_slot_reaches_no_other_row():
+    adapters = pool()
+    clean, dirty = torch.zeros(len(SLOTS), 80), torch.zeros(len(SLOTS), 80)
+    x = inputs_of(GEOMETRY, 1, len(SLOTS))
+    KernelStep(adapters, SLOTS).add_(1, x, clean)
+    for factors in adapters.factors(3, 1):
+        for factor in factors:
+            factor.fill_(float("nan"))
+    KernelStep(adapters, SLOTS).add_(1, x, dirty)
+    assert torch.equal(dirty[SLOTS != 3], clean[SLOTS != 3])
+    assert bool(dirty[SLOTS == 3].isnan().all())

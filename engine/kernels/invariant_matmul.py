@@ -266,7 +266,7 @@ def _launch_tiles(
     if tile.split and segments > 1 and partials is not None:
         fits = tiles * segments * tile.rows * tile.outputs <= partials.sums.shape[0]
         split = partials if fits and tiles <= partials.arrived.shape[0] else None
-    constants = _constants(x_MK, weight_NK, bias_N, segments, tile)
+    early = is_early(x_MK)
     invariant_tile_kernel[(tiles * (1 if split is None else segments),)](
         x_MK,
         weight_NK,
@@ -281,8 +281,9 @@ def _launch_tiles(
         SPLIT=split is not None,
         BOXED=tile.boxed,
         GATED=gated,
-        PREFETCH=min(PREFETCHED, inputs * x_MK.element_size()) if constants["EARLY"] and tile.swapped else 0,
-        **constants,
+        # Rows that tensor maps can describe are aligned as a prefetch must be, too.
+        PREFETCH=min(PREFETCHED, inputs * x_MK.element_size()) if early and tile.boxed and tile.swapped else 0,
+        **_constants(x_MK, weight_NK, bias_N, segments, tile),
     )
 
 

@@ -8,7 +8,10 @@ CHAT = np.array([0] * 6 + [1] * 5 + [0] * 2 + [1] * 4, bool)
 
 
 def supervised(mask, anchors, drafts):
-    return {a: [a + 1 + k for k, on in enumerate(row) if on] for a, row in zip(anchors, counted(mask, anchors, drafts))}
+    return {
+        a: [a + 1 + k for k, on in enumerate(row) if on]
+        for a, row in zip(anchors, counted(mask, anchors, drafts), strict=True)
+    }
 
 
 def test_case_j1_every_answer_token_is_a_label_and_nothing_else_is():

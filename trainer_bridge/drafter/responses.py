@@ -1,0 +1,154 @@
+"""Answers written by the target itself: what a drafter has to imitate.
+
+Owns asking an engine for them, conversation by conversation, in portions that are safe on disk before the
+next begins. User turns are given; every assistant turn is sampled anew, and later turns follow the
+target's own words. Ignores where conversations come from and templates (a `TextCodec`'s business).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine import Engine
+from engine.errors import InvalidRequest
+from engine.types import GroupOutput, GroupRequest, SamplingParams
+from trainer_bridge.drafter.examples import DraftExample, ExampleLog, from_sample
+from trainer_bridge.environment import Action, Message, Observation, Outcome, TextCodec
+from trainer_bridge.episodes import Turn, play
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the target answers; the defaults are those published for Qwen3. Train at the temperature you serve
+    at: a drafter learns the distribution it has seen. `samples` answers to each conversation."""
+
+    temperature: float = 0.7
+    top_p: float = 0.8
+    top_k: int = 20
+    max_new: int = 4096
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new", "samples"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(field=f"sampling.{name}", expected="at least 1", actual=getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """One side of a conversation: what is said before the first answer, then what follows each answer."""
+
+    key: str
+    domain: str
+    opening: tuple[Message, ...]
+    following: tuple[Message, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.opening or not any(message.content for message in self.opening):
+            raise InvalidRequest(field=f"conversation {self.key}", expected="something said", actual="nothing")
+
+
+class _Scripted:
+    """An environment that says its lines whatever it hears."""
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self._dialogue = dialogue
+        self._said = 0
+
+    def reset(self) -> Observation:
+        return Observation(messages=self._dialogue.opening)
+
+    def step(self, action: Action) -> Outcome:
+        following = self._dialogue.following
+        if action.finish != "stop" or self._said == len(following):
+            return Outcome(0.0)
+        self._said += 1
+        return Outcome(0.0, done=False, observation=Observation(messages=(following[self._said - 1],)))
+
+
+class Responder:
+    """Samples answers in one process. `stop_ids` end an answer beside the model's own."""
+
+    def __init__(self, engine: Engine, codec: TextCodec, config: SamplingConfig, stop_ids: Sequence[int] = ()) -> None:
+        self._engine, self._codec, self._config, self._stop_ids = engine, codec, config, list(stop_ids)
+
+    def respond(self, dialogues: Sequence[Dialogue]) -> list[DraftExample]:
+        """`samples` examples a dialogue. Dialogues whose prompt is too long for the engine yield none, and
+        answers that failed are left out."""
+        fitting = [dialogue for dialogue in dialogues if self._room(dialogue) >= 1]
+        groups = [
+            (dialogue.key, self._seed(dialogue), [_Scripted(dialogue) for _ in range(self._config.samples)])
+            for dialogue in fitting
+        ]
+        turns = 1 + max((len(dialogue.following) for dialogue in fitting), default=0)
+        played = play(groups, self._generate, self._codec, temperature=self._config.temperature, max_turns=turns)
+        return [
+            from_sample(one.sample, dialogue.domain)
+            for dialogue, members in zip(fitting, played, strict=True)
+            for one in members
+            if one.sample is not None and one.sample.num_trained
+        ]
+
+    def _generate(self, turns: list[Turn]) -> list[GroupOutput]:
+        return self._engine.generate([self._request(turn) for turn in turns])
+
+    def _request(self, turn: Turn) -> GroupRequest:
+        config, limits = self._config, self._engine.limits
+        room = min(limits.context_len, limits.pool_tokens) - len(turn.prompt_ids)
+        return GroupRequest(
+            group_id=turn.group_id,
+            prompt_ids=turn.prompt_ids,
+            n=turn.n,
+            sampling=SamplingParams(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                max_new=max(1, min(config.max_new, room)),
+                stop_ids=self._stop_ids,
+                seed=turn.seed,
+            ),
+        )
+
+    def _room(self, dialogue: Dialogue) -> int:
+        limits = self._engine.limits
+        return min(limits.context_len, limits.pool_tokens) - len(self._codec.render(dialogue.opening, first=True))
+
+    def _seed(self, dialogue: Dialogue) -> int:
+        digest = hashlib.sha256(f"{self._config.seed}/{dialogue.key}".encode()).digest()
+        return int.from_bytes(digest[:4], "little")
+
+
+def regenerate(
+    responder: Responder,
+    dialogues: Sequence[Dialogue],
+    log: ExampleLog,
+    portion: int,
+    observe: Callable[[int, list[DraftExample]], bool],
+) -> bool:
+    """Fill `log` with answers to the dialogues that it has none of. After every `portion` of dialogues
+    `observe` gets how many are done, and what is new; where it returns false the rest is left for later.
+    True once nothing is left."""
+    answered = {key.rsplit("/", 1)[0] for key in log.keys}
+    left = [dialogue for dialogue in dialogues if dialogue.key not in answered]
+    done = len(dialogues) - len(left)
+    for part in portions(left, portion):
+        fresh = responder.respond(part)
+        log.append(fresh)
+        done += len(part)
+        if not observe(done, fresh) and done < len(dialogues):
+            return False
+    return True
+
+
+def portions(items: Sequence[Dialogue], size: int) -> Iterator[list[Dialogue]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
+
+
+def mean_length(examples: Sequence[DraftExample]) -> float:
+    return float(np.mean([example.num_tokens for example in examples])) if examples else float("nan")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lora.step import AdapterStep
+
 
 @dataclass(slots=True, frozen=True)
 class SharedPrefix:
@@ -32,7 +34,8 @@ class ForwardBatch:
     last `query_lens[b]` positions. `page_tables_BP` is int32, padded with page 0, which nobody
     owns. `row_keys` names each row's request incarnation: equal keys on consecutive steps mean
     the same tokens extended, so a backend may keep per-row state under it.
-    `shared_prefixes` are disjoint row ranges; a backend may ignore them.
+    `shared_prefixes` are disjoint row ranges; a backend may ignore them. `adapters` is what LoRA policies add
+    for the tokens, `logit_adapters` for the rows of logits; None where nobody has one.
     """
 
     input_ids_T: torch.Tensor
@@ -45,6 +48,8 @@ class ForwardBatch:
     num_decode: int
     logit_rows_R: torch.Tensor
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
+    adapters: AdapterStep | None = None
+    logit_adapters: AdapterStep | None = None
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,8 @@
 """Linear layers split over a tensor-parallel group, and the embedding.
 
-Owns parameters' shapes and where the ranks' parts meet. Ignores how weights arrive
-(`engine.weights`). Fused projections are one parameter whose rows are the parts' rows in order.
+Owns parameters' shapes, where the ranks' parts meet and where adapters add to a product. Ignores how
+weights arrive (`engine.weights`) and what adapters add (`lora.step`). Fused projections are one parameter
+whose rows are the parts' rows in order. `site` is a layer's place in the model's adapter geometry.
 
 Shapes: T tokens, D hidden, O output features (this rank's), V vocabulary.
 """
@@ -13,6 +14,7 @@ from torch import nn
 
 from engine.layers.matmul import linear
 from engine.parallel import TensorParallel
+from lora.step import AdapterStep
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -24,6 +26,8 @@ class ColumnParallelLinear(nn.Module):
 
     `parts` are the unsharded widths; each rank holds its share of every part.
     """
+
+    site = -1
 
     def __init__(
         self,
@@ -39,8 +43,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _empty(rows, width, dtype=dtype, device=device)
         self.bias = _empty(rows, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return linear(x_TD, self.weight, self.bias)
+    def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        y_TO = linear(x_TD, self.weight, self.bias)
+        if adapters is not None:
+            adapters.add_(self.site, x_TD, y_TO)
+        return y_TO
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token
 
@@ -48,8 +55,11 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A projection whose input is split over ranks; the partial sums are reduced once.
 
-    The bias is added after the reduction, once, as every rank holds all of it.
+    The bias is added after the reduction, once, as every rank holds all of it. Adapters add to the partial
+    sums, so that they cost no reduction of their own.
     """
+
+    site = -1
 
     def __init__(
         self,
@@ -65,17 +75,21 @@ class RowParallelLinear(nn.Module):
         self.weight = _empty(out, parallel.share(width, "projection width"), dtype=dtype, device=device)
         self.bias = _empty(out, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x_TO: torch.Tensor) -> torch.Tensor:
-        if self.parallel.size == 1:
-            return linear(x_TO, self.weight, self.bias)
-        y_TD = self.parallel.all_reduce(linear(x_TO, self.weight, None))
+    def forward(self, x_TO: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        alone = self.parallel.size == 1
+        y_TD = linear(x_TO, self.weight, self.bias if alone else None)
+        if adapters is not None:
+            adapters.add_(self.site, x_TO, y_TD)
+        if alone:
+            return y_TD
+        y_TD = self.parallel.all_reduce(y_TD)
         return y_TD if self.bias is None else y_TD + self.bias
 
     __call__ = forward
 
 
 class Embedding(nn.Module):
-    """Token embeddings, whole on every rank; also the head of a tied model."""
+    """Token embeddings, whole on every rank; also the head of a tied model. Each use is a site of its own."""
 
     def __init__(self, vocab_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -21,9 +21,12 @@ from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLin
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
 from engine.memory.kv_pool import KVPool
+from engine.models.adapter_sites import dense_geometry
 from engine.models.spec import ModelSpec
 from engine.parallel import TensorParallel
 from engine.weights.mapping import WeightMap
+from lora.geometry import Geometry
+from lora.step import AdapterStep
 
 
 class CausalLM(Protocol):
@@ -32,6 +35,7 @@ class CausalLM(Protocol):
     spec: ModelSpec
     parallel: TensorParallel
     weight_map: WeightMap
+    adapter_sites: Geometry
 
     def forward(
         self,
@@ -41,7 +45,9 @@ class CausalLM(Protocol):
         capture: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
 
-    def logits(self, hidden_RD: torch.Tensor, part: slice = ...) -> torch.Tensor: ...
+    def logits(
+        self, hidden_RD: torch.Tensor, part: slice = ..., adapters: AdapterStep | None = None
+    ) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
@@ -69,16 +75,17 @@ class Attention(nn.Module):
         cos_T1H: torch.Tensor,
         sin_T1H: torch.Tensor,
         backend: AttentionBackend,
+        adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         tokens, heads, rotated = x_TD.shape[0], self.num_heads, self.num_heads + self.num_kv_heads
-        qkv_THE = self.qkv_proj(x_TD).view(tokens, rotated + self.num_kv_heads, self.head_dim)
+        qkv_THE = self.qkv_proj(x_TD, adapters).view(tokens, rotated + self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             qkv_THE[:, :heads] = self.q_norm(qkv_THE[:, :heads])
             qkv_THE[:, heads:rotated] = self.k_norm(qkv_THE[:, heads:rotated])
         rotary.rotate_(qkv_THE[:, :rotated], cos_T1H, sin_T1H)
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
         out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer)
-        return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim))
+        return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token
 
@@ -91,9 +98,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(spec.hidden, (width, width), spec.mlp_bias, dtype, device, parallel)
         self.down_proj = RowParallelLinear(width, spec.hidden, spec.mlp_bias, dtype, device, parallel)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        gate_up_TI = self.gate_up_proj(x_TD)
-        return self.down_proj(F.silu(gate_up_TI[:, : self.width]).mul_(gate_up_TI[:, self.width :]))
+    def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        gate_up_TI = self.gate_up_proj(x_TD, adapters)
+        return self.down_proj(F.silu(gate_up_TI[:, : self.width]).mul_(gate_up_TI[:, self.width :]), adapters)
 
     __call__ = forward
 
@@ -115,10 +122,11 @@ class DecoderLayer(nn.Module):
         cos_T1H: torch.Tensor,
         sin_T1H: torch.Tensor,
         backend: AttentionBackend,
+        adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         """Adds to `x_TD` in place and returns it."""
-        x_TD += self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend)
-        x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        x_TD += self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
+        x_TD += self.mlp(self.post_attention_layernorm(x_TD), adapters)
         return x_TD
 
     __call__ = forward
@@ -156,6 +164,8 @@ class DenseDecoderLM(nn.Module):
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.context_len, dtype, device)
         self.model = Decoder(spec, dtype, device, parallel)
         self.lm_head = None if spec.tied else Embedding(spec.vocab_size, spec.hidden, dtype, device)
+        self.adapter_sites = dense_geometry(spec, parallel)
+        self._number_sites()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,15 +183,34 @@ class DenseDecoderLM(nn.Module):
         `capture` names layers by its keys and receives the states after each of them.
         """
         backend.plan(batch, kv_pool)
+        adapters = batch.adapters
         x_TD = self.model.embed_tokens(batch.input_ids_T)
+        if adapters is not None:
+            adapters.add_embedding_(0, batch.input_ids_T, x_TD)
         cos_T1H, sin_T1H = self.rotary.at(batch.positions_T)
         for index, layer in enumerate(self.model.layers):
-            x_TD = layer(x_TD, self.rotary, cos_T1H, sin_T1H, backend)
+            x_TD = layer(x_TD, self.rotary, cos_T1H, sin_T1H, backend, adapters)
             if capture is not None and index in capture:
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)
 
-    def logits(self, hidden_RD: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
-        """logits_RV in fp32, or those of a part of the vocabulary."""
+    def logits(
+        self, hidden_RD: torch.Tensor, part: slice = slice(None), adapters: AdapterStep | None = None
+    ) -> torch.Tensor:
+        """logits_RV in fp32, or those of a part of the vocabulary. `adapters` are the rows' own."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.project(hidden_RD, part).float()
+        logits_RV = head.project(hidden_RD, part).float()
+        if adapters is not None:
+            adapters.add_(len(self.adapter_sites.sites) - 1, hidden_RD, logits_RV, part)
+        return logits_RV
+
+    def _number_sites(self) -> None:
+        """As `dense_geometry` counts: the embedding, four products a layer, the head."""
+        site = 1
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            attention, mlp = layer.self_attn, layer.mlp
+            for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+                product.site = site
+                site += 1
+        assert site == len(self.adapter_sites.sites) - 1, f"{site} sites, expected {len(self.adapter_sites.sites) - 1}"

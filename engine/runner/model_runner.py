@@ -23,6 +23,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import CausalLM, DenseDecoderLM
+from lora.step import AdapterStep
 
 if TYPE_CHECKING:
     from engine.attention.triton import TritonAttention
@@ -57,26 +58,28 @@ class ModelRunner:
             capture[layer] = capture[layer][:tokens]
         return hidden_TD[:tokens]
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV, fp32."""
-        return self._logits(hidden_RD, slice(None))
+    def logits(self, hidden_RD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        """logits_RV, fp32; `adapters` are the rows' own."""
+        return self._logits(hidden_RD, slice(None), adapters)
 
-    def logits_by_part(self, hidden_RD: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
+    def logits_by_part(
+        self, hidden_RD: torch.Tensor, width: int, adapters: AdapterStep | None = None
+    ) -> Iterator[torch.Tensor]:
         """logits_RV, fp32, `width` ids after the other: for more rows than there is memory for."""
         for start in range(0, self.model.spec.vocab_size, width):
-            yield self._logits(hidden_RD, slice(start, start + width))
+            yield self._logits(hidden_RD, slice(start, start + width), adapters)
 
     @torch.inference_mode()
-    def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
+    def _logits(self, hidden_RD: torch.Tensor, part: slice, adapters: AdapterStep | None) -> torch.Tensor:
         rows = hidden_RD.shape[0]
         extra = -rows % ROW_MULTIPLE if self.deterministic else 0
         if not extra:
-            return self.model.logits(hidden_RD, part)
-        return self.model.logits(F.pad(hidden_RD, (0, 0, 0, extra)), part)[:rows]
+            return self.model.logits(hidden_RD, part, adapters)
+        return self.model.logits(F.pad(hidden_RD, (0, 0, 0, extra)), part, adapters)[:rows]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """logits_RV, fp32, of the tokens `batch.logit_rows_R` asks for."""
-        return self.logits(self.hidden(batch).index_select(0, batch.logit_rows_R))
+        return self.logits(self.hidden(batch).index_select(0, batch.logit_rows_R), batch.logit_adapters)
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -152,5 +155,6 @@ class FusedRunner(ModelRunner):
         torch.cuda.empty_cache()  # a pool's memory stays with torch after its last graph
 
     @torch.inference_mode()
-    def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
+    def _logits(self, hidden_RD: torch.Tensor, part: slice, adapters: AdapterStep | None) -> torch.Tensor:
+        assert adapters is None, "adapters are refused where the fused path runs"
         return self.fused.logits(hidden_RD, part).float()

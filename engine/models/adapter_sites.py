@@ -1,0 +1,33 @@
+"""Where the dense decoders can be adapted.
+
+Owns the one table from their products to the modules that trainers adapt. Ignores parameters and
+adapters.
+"""
+
+from __future__ import annotations
+
+from engine.models.spec import ModelSpec
+from engine.parallel import TensorParallel
+from lora.geometry import Geometry, Kind, Part, Site, Split
+
+
+def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
+    """The embedding, then each layer's four products, then the head."""
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sites = [Site(spec.vocab_size, (Part("model.embed_tokens", spec.hidden),), Kind.EMBEDDING)]
+    for index in range(spec.num_layers):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        qkv = (
+            Part(f"{attention}.q_proj", q_width),
+            Part(f"{attention}.k_proj", kv_width),
+            Part(f"{attention}.v_proj", kv_width),
+        )
+        gates = Part(f"{mlp}.gate_proj", spec.intermediate), Part(f"{mlp}.up_proj", spec.intermediate)
+        sites += [
+            Site(spec.hidden, qkv, split=Split.OUTPUTS),
+            Site(q_width, (Part(f"{attention}.o_proj", spec.hidden),), split=Split.INPUTS),
+            Site(spec.hidden, gates, split=Split.OUTPUTS),
+            Site(spec.intermediate, (Part(f"{mlp}.down_proj", spec.hidden),), split=Split.INPUTS),
+        ]
+    sites.append(Site(spec.hidden, (Part("lm_head", spec.vocab_size),), Kind.HEAD))
+    return Geometry(tuple(sites), parallel.rank, parallel.size)

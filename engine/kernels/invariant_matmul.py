@@ -240,7 +240,9 @@ def invariant_matmul(
         _launch_tiles(x_MK, weight_NK, bias_N, out, partials, segments, tile)
         return out
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    invariant_stream_kernel[(min(tiles, _processors(x_MK)),)](
+    # Tiles of few warps are small enough for two programs on a multiprocessor.
+    programs = _processors(x_MK) * max(1, 8 // tile.warps)
+    invariant_stream_kernel[(min(tiles, programs),)](
         *_boxes(x_MK, weight_NK, tile),
         x_MK if bias_N is None else bias_N,
         out,

@@ -60,14 +60,15 @@ def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool,
         # Two programs fit a multiprocessor: one waits for its inputs while the other ends.
         width = max(16, 1 << (rows - 1).bit_length())
         return InvariantTile(width, 64, 128, 4, {16: 5, 32: 4, 64: 3}[width], swapped=True, split=True, boxed=boxed)
-    tiles = -(-rows // 128) * -(-outputs // 128)
+    bands = -(-rows // 128)
+    tiles = bands * -(-outputs // 128)
     if tiles < processors or not boxed:
         small = tiles * segments < processors
         return InvariantTile(128, 64 if small else 128, 64, 4 if small else 8, 4, split=tiles < processors, boxed=boxed)
-    if segments > 1 or tiles < 3 * processors:
-        # Sums of two segments at once leave room for no more outputs.
-        return InvariantTile(128, 128, 64, 8, 4, boxed=True, stream=True)
-    return InvariantTile(128, 256, 64, 8, 4, boxed=True, stream=True)
+    # Wide tiles load less for each product, unless they leave more processors idle at the end. The sums of
+    # two segments at once fit their registers just so: a few addresses are spilled, no sums in the loop.
+    narrow_rounds, wide_rounds = (-(-bands * -(-outputs // width) // processors) for width in (128, 256))
+    return InvariantTile(128, 256 if 2 * wide_rounds <= narrow_rounds else 128, 64, 8, 4, boxed=True, stream=True)
 
 
 def gated_tile(rows: int, itemsize: int, boxed: bool) -> InvariantTile:

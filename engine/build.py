@@ -19,7 +19,12 @@ from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineConfig, SchedulerConfig, number
-from engine.errors import InvalidRequest
+from engine.dspark.build import load_drafter
+from engine.dspark.config import check_config
+from engine.dspark.drafter import Drafter
+from engine.dspark.speculation import Speculation
+from engine.dspark.sweep import prepare_cost
+from engine.errors import InvalidRequest, Unsupported
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import pool_budget, whole_pages
 from engine.memory.device_table import DeviceTable
@@ -37,6 +42,7 @@ from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.pages import PageManager
 from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
+from engine.weights.layout import WeightedModel
 from engine.weights.loader import load_weights
 
 
@@ -56,6 +62,9 @@ class Parts:
     counters: EngineCounters
     layout: str
     """Cache key of the stored states' arrangement."""
+    drafter_model: WeightedModel | None = None
+    """What updates of a drafter change."""
+    speculation: Speculation | None = None
 
 
 def load_parts(folder: Path, config: EngineConfig) -> Parts:
@@ -73,28 +82,47 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     arena = WeightArena(lambda device: build_model(spec, dtype, device), device)
     model = arena.model
     fill(model)
-    config = _size_pool(config, spec, device, dtype)
+    drafter = load_drafter(config.dspark, model, device)
+    draft = None if drafter is None else drafter.kv
+    config = _size_pool(config, spec, device, dtype, draft)
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     num_pages = number(config.cache.kv_tokens) // page_size
     pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
+    draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)
     cache = PrefixCache(allocator, page_size)
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
     table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
+    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool)
+    runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
+    speculation = None
+    if drafter is not None:
+        speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
     return Parts(
         config=config,
         device=device,
         model=model,
         limits=EngineLimits(spec.vocab_size, spec.context_len, num_pages * page_size, config.scheduler.max_waiting),
-        pages=PageManager(cache, allocator, table, pool, page_size),
+        pages=pages,
         cache=cache,
-        runner=_runner(model, pool, backend, config.deterministic),
-        sampler=Sampler(spec.vocab_size, device),
-        memory=MemoryTags(arena, pool, cache),
+        runner=runner,
+        sampler=sampler,
+        memory=MemoryTags(arena, pool, cache, None if drafter is None else drafter.arena, draft_pool),
         counters=EngineCounters(),
         layout=f"{config.dtype}/{page_size}",
+        drafter_model=None if drafter is None else drafter.model,
+        speculation=speculation,
     )
+
+
+def make_speculation(
+    config: EngineConfig, drafter: Drafter, pages: PageManager, runner: ModelRunner, sampler: Sampler
+) -> Speculation:
+    """A drafter at work, with step times read from a file or measured now."""
+    dspark, spec = config.dspark, runner.model.spec
+    cost = prepare_cost(config, drafter, pages, runner, sampler)
+    return Speculation(dspark, drafter, pages, sampler, spec.context_len, cost, torch.device(config.device))
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
@@ -122,7 +150,20 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             parts.counters,
             parts.config.deterministic,
         )
-        parts.memory.graphs = stepper
+        parts.memory.graphs.append(stepper)
+        if parts.device.type == "cuda":
+            from engine.runner.prefill_graphs import PrefillGraphs
+
+            parts.runner.prefill_graphs = PrefillGraphs(
+                parts.model.spec,
+                parts.runner.fused,
+                parts.runner.attention,
+                parts.pages.pool,
+                number(parts.config.scheduler.prefill_tokens),
+                parts.pages.table.pages_SP.shape[1],
+                parts.counters,
+            )
+            parts.memory.graphs.append(parts.runner.prefill_graphs)
         return stepper
     return EagerStepper(table, builder, parts.runner, parts.sampler)
 
@@ -144,9 +185,13 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if dtype not in DTYPES:
         raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
     _positive("cache.page_size", config.cache.page_size)
-    loop = ("serial" if device == "cpu" else "overlapped") if config.loop == "auto" else config.loop
+    check_config(config.dspark)
+    serial = torch.device(device).type == "cpu" or config.dspark.enabled
+    loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
         raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)
+    if loop == "overlapped" and config.dspark.enabled:
+        raise Unsupported(field="loop", expected="'serial' where dspark.drafter is set", actual=config.loop)
     scheduler = _resolve_scheduler(config, device)
     if not 0 < config.cache.memory_fraction < 1:
         raise InvalidRequest(
@@ -182,12 +227,14 @@ def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
     return resolved
 
 
-def _size_pool(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+def _size_pool(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, draft: ModelSpec | None
+) -> EngineConfig:
     """The configuration with the pool's size in whole pages, printed where it was "auto"."""
     wanted, fraction = config.cache.kv_tokens, config.cache.memory_fraction
     rows, tokens = number(config.scheduler.max_running), number(config.scheduler.prefill_tokens)
     if not isinstance(wanted, int):
-        budget = pool_budget(spec, dtype, device, fraction, tokens, rows)
+        budget = pool_budget(spec, dtype, device, fraction, tokens, rows, draft)
         print(budget.describe(), file=sys.stderr)
         wanted = budget.num_tokens
     kv_tokens = whole_pages(wanted, config.cache.page_size)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from engine.dspark.config import DSparkConfig
 from engine.errors import InvalidRequest
 
 Auto = Literal["auto"]
@@ -54,7 +55,7 @@ class SchedulerConfig:
 class EngineConfig:
     """`dtype` "auto" is the checkpoint's own on a GPU, and bfloat16 weights stay bfloat16 on the
     CPU. `loop` is "serial" (every step visible at once: CPUs, debugging) or "overlapped" (the
-    device runs ahead of the host). `deterministic` makes a row's bits independent of its batch.
+    device runs ahead of the host); an engine that speculates runs the serial loop. `deterministic` makes a row's bits independent of its batch.
     `num_threads` None leaves torch as it is."""
 
     device: str = "auto"
@@ -65,6 +66,7 @@ class EngineConfig:
     num_threads: int | None = None
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    dspark: DSparkConfig = DSparkConfig()
 
 
 def number(value: int | Auto) -> int:

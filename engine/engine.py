@@ -18,7 +18,7 @@ from engine.build import Parts, load_parts, make_stepper
 from engine.cache.key import Namespace
 from engine.collector import Collector
 from engine.config import EngineConfig
-from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
+from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError, Unsupported
 from engine.memory.allocator import PageState
 from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
@@ -47,6 +47,7 @@ from engine.types import (
 )
 from engine.validation import validate_group, validate_score
 from engine.weights.digest import model_digest
+from engine.weights.transaction import PreparedUpdate
 
 
 class Engine:
@@ -68,14 +69,27 @@ class Engine:
         self.limits = parts.limits
         self.counters = parts.counters
         self.policy = PolicyState(parts.model)
+        self.drafter = None if parts.drafter_model is None else PolicyState(parts.drafter_model, "drafter")
         self._groups: dict[str, Group] = {}
         self._arrivals = 0
         self._last_commit: tuple[str, UpdateReport] | None = None
         self._scheduler = Scheduler(parts.config.scheduler, parts.pages, parts.counters, self._namespace)
-        self._committer = Committer(self._scheduler, self._groups, parts.counters, lambda: self.policy.version)
+        self._committer = Committer(
+            self._scheduler, self._groups, parts.counters, lambda: self.policy.version, lambda: self.drafter_version
+        )
         self._pause = PauseState(self._scheduler, self._abort_all)
-        builder = BatchBuilder(parts.pages.table, parts.pages.page_size, parts.device)
-        serial = SerialLoop(self._scheduler, builder, parts.runner, parts.sampler, self._committer, parts.counters)
+        builder = BatchBuilder(
+            parts.pages.table, parts.pages.page_size, parts.device, verify_as_decode=parts.config.deterministic
+        )
+        serial = SerialLoop(
+            self._scheduler,
+            builder,
+            parts.runner,
+            parts.sampler,
+            self._committer,
+            parts.counters,
+            parts.speculation,
+        )
         self._loop: SerialLoop | OverlappedLoop = serial
         if parts.config.loop == "overlapped":
             burst = parts.config.scheduler.burst
@@ -129,7 +143,8 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration. False when there is nothing that may run now."""
-        self.policy.expire()
+        for module in self._modules:
+            module.expire()
         if self.policy.fenced or self._parts.memory.missing or not self._pause.lets_steps:
             return False
         return self._loop.step()
@@ -216,26 +231,34 @@ class Engine:
             raise Conflict(
                 field="expected_policy_version", expected=self.policy.version, actual=expected_policy_version
             )
-        if self.quiescent and self.policy.pending is not None:
-            raise Conflict(f"update {self.policy.pending!r} is open: commit it or roll it back, then resume")
+        if self.quiescent and self.pending is not None:
+            raise Conflict(f"update {self.pending!r} is open: commit it or roll it back, then resume")
         self._pause.end()
 
     # --- updates --------------------------------------------------------------------------------
 
     def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
+        """Open an update of the policy or of the drafter, whose versions are apart; one of them at a time."""
         if not self._parts.memory.weights_resident:
             raise Paused("the weights are released: resume them before an update")
-        return self.policy.begin(begin)
+        module = {"policy": self.policy, "drafter": self.drafter}[begin.module]
+        if module is None:
+            raise Unsupported(field="module", expected="'policy': this engine has no drafter", actual=begin.module)
+        for other in self._modules:
+            other.expire()
+            if other is not module and other.pending is not None:
+                raise Conflict(field="txn", expected=f"no open update beside {other.pending!r}", actual=begin.txn)
+        return module.begin(begin)
 
     def update_stage(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
-        return self.policy.stage(txn, tensors)
+        return self._module_of(txn).stage(txn, tensors)
 
     def update_stage_live(self, txn: str, tensors: Mapping[str, torch.Tensor]) -> UpdateProgress:
         """Tensors of this process, on any device; they must not change before the commit."""
-        return self.policy.stage_live(txn, tensors)
+        return self._module_of(txn).stage_live(txn, tensors)
 
     def update_stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
-        return self.policy.stage_folder(txn, folder)
+        return self._module_of(txn).stage_folder(txn, folder)
 
     def update_commit(self, txn: str) -> UpdateReport:
         """Between two steps: old version before, new one after. Repeating a commit that
@@ -244,31 +267,24 @@ class Engine:
         Running samples go on with their own pages where the policy is `keep` or the engine is
         paused in place, and their tokens are marked `mixed_kv`; otherwise they are retracted
         and computed again under the new weights. Tokens already sampled keep their labels.
+        A drafter's update touches neither running samples nor the cache.
         """
-        if self._last_commit is not None and self._last_commit[0] == txn != self.policy.pending:
+        if self._last_commit is not None and self._last_commit[0] == txn != self.pending:
             return self._last_commit[1]
         began = time.perf_counter()
+        module = self._module_of(txn)
+        commit = self._commit_policy if module is self.policy else self._commit_drafter
         try:
-            begin, prepared = self.policy.prepare(txn)
-            self._loop.settle()
-            keep = begin.kv_policy == "keep" or self._pause.mode == "in_place"
-            retracted = self._leave_version(keep)
-            self.policy.commit(txn)
-        except SparkrollError as error:
+            prepared, flushed, retracted = commit(txn)
+        except SparkrollError:
             self.counters.updates_failed += 1
-            if self.policy.fenced:
-                self._fail_all(error)
             raise
-        self._parts.memory.weights_filled()
-        cache = self._parts.cache
-        cache.bump_epoch()
-        flushed = cache.flush("stale") if begin.kv_policy == "invalidate" else 0
         pause_ms = (time.perf_counter() - began) * 1e3
         self.counters.updates += 1
         self.counters.update_pause_ms += pause_ms
         report = UpdateReport(
             policy_version=self.policy.version,
-            drafter_version=0,
+            drafter_version=self.drafter_version,
             loaded=prepared.loaded,
             pause_ms=pause_ms,
             flushed_tokens=flushed,
@@ -277,6 +293,40 @@ class Engine:
         )
         self._last_commit = (txn, report)
         return report
+
+    def _commit_policy(self, txn: str) -> tuple[PreparedUpdate, int, int]:
+        """What was loaded, tokens flushed, samples retracted."""
+        try:
+            begin, prepared = self.policy.prepare(txn)
+            self._loop.settle()
+            keep = begin.kv_policy == "keep" or self._pause.mode == "in_place"
+            retracted = self._leave_version(keep)
+            self.policy.commit(txn)
+        except SparkrollError as error:
+            if self.policy.fenced:
+                self._fail_all(error)
+            raise
+        self._parts.memory.weights_filled()
+        cache = self._parts.cache
+        cache.bump_epoch()
+        flushed = cache.flush("stale") if begin.kv_policy == "invalidate" else 0
+        if self._parts.speculation is not None:
+            self._parts.speculation.new_policy()
+        return prepared, flushed, retracted
+
+    def _commit_drafter(self, txn: str) -> tuple[PreparedUpdate, int, int]:
+        """The same for a drafter. Where it fails half way nothing is drafted until an update succeeds."""
+        drafter, speculation = self._module_of(txn), self._parts.speculation
+        assert speculation is not None
+        _, prepared = drafter.prepare(txn)
+        self._loop.settle()
+        try:
+            drafter.commit(txn)
+        except SparkrollError as error:
+            speculation.faulty = error.message
+            raise
+        speculation.new_drafter()
+        return prepared, 0, 0
 
     def update_rollback(self, txn: str) -> None:
         self.policy.rollback(txn)
@@ -305,8 +355,8 @@ class Engine:
         self._loop.settle()
         if not self._scheduler.idle:
             raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
-        if self.policy.pending is not None:
-            raise Conflict(f"update {self.policy.pending!r} is open")
+        if self.pending is not None:
+            raise Conflict(f"update {self.pending!r} is open")
         return self._parts.memory.release(tags, level)
 
     def resume_memory(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -323,7 +373,22 @@ class Engine:
             return "released"
         if self._pause.mode is not None:
             return "paused"
-        return "updating" if self.policy.pending is not None else "ready"
+        return "updating" if self.pending is not None else "ready"
+
+    @property
+    def pending(self) -> str | None:
+        """Name of the open update."""
+        return next((module.pending for module in self._modules if module.pending is not None), None)
+
+    @property
+    def drafter_version(self) -> int:
+        """0 for a drafter that was never updated, or where there is none."""
+        return 0 if self.drafter is None else self.drafter.version
+
+    def draft_counters(self) -> dict[str, float]:
+        """Sums over speculation since the start (`engine.dspark.record`); empty without a drafter."""
+        speculation = self._parts.speculation
+        return {} if speculation is None else speculation.record.counters()
 
     def gauges(self) -> EngineGauges:
         parts, scheduler = self._parts, self._scheduler
@@ -347,6 +412,14 @@ class Engine:
         self._parts.pages.check(held + [prefill.sequence for prefill in self._scheduler.prefills])
 
     # --- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _modules(self) -> list[PolicyState]:
+        return [self.policy] if self.drafter is None else [self.policy, self.drafter]
+
+    def _module_of(self, txn: str) -> PolicyState:
+        """Whose transaction this is; the policy's where nobody knows it."""
+        return next((module for module in reversed(self._modules) if module.knows(txn)), self.policy)
 
     def _admit_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher]) -> Group:
         self._refuse_while_unable()

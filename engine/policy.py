@@ -1,7 +1,8 @@
-"""Which policy the engine serves, and the one update that may be under way.
+"""Which version of a module the engine serves, and the one update of it that may be under way.
 
-Owns version numbers, the open transaction with its silence limit, and the fence. Ignores what a
-new version does to running work and to the cache, which the engine arranges around `commit`.
+Owns version numbers, the open transaction with its silence limit, and the fence, of the policy and of
+a drafter alike. Ignores what a new version does to running work and to the cache, which the engine
+arranges around `commit`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, NotFound, SparkrollError, Unsupported
+from engine.errors import Conflict, Corrupt, DeadlineExceeded, InvalidRequest, NotFound, SparkrollError
 from engine.types import NamedTensor, UpdateBegin, UpdateProgress
 from engine.weights.layout import WeightedModel
 from engine.weights.transaction import PreparedUpdate, UpdateTransaction
 
+Module = Literal["policy", "drafter"]
+
 
 class PolicyState:
-    """`version` only ever rises. While `fenced` is set nothing may be served."""
+    """`version` only ever rises. While `fenced` is set nothing may be served from the module."""
 
-    def __init__(self, model: WeightedModel, version: int = 0) -> None:
+    def __init__(self, model: WeightedModel, module: Module = "policy", version: int = 0) -> None:
         self._model = model
+        self.module = module
         self.version = version
         self.fenced: str | None = None
         self._open: UpdateTransaction | None = None
@@ -43,8 +48,7 @@ class PolicyState:
             raise Conflict(field="txn", expected=f"no open update beside {self.pending!r}", actual=begin.txn)
         if not 0 < begin.timeout_s < math.inf:
             raise InvalidRequest(field="timeout_s", expected="a finite positive number", actual=begin.timeout_s)
-        if begin.module != "policy":
-            raise Unsupported(field="module", expected="'policy': this engine has no drafter", actual=begin.module)
+        assert begin.module == self.module, f"an update of {begin.module} for {self.module}"
         if begin.base_version != self.version:
             raise Conflict(field="base_version", expected=self.version, actual=begin.base_version)
         if begin.new_version <= self.version:
@@ -101,6 +105,10 @@ class PolicyState:
         limit = self._open.begin.timeout_s
         if time.monotonic() - self._last_call > limit:
             self._end(DeadlineExceeded(f"update {self.pending!r} was rolled back after {limit} s of silence"))
+
+    def knows(self, txn: str) -> bool:
+        """Whether `txn` is the open transaction or one that has ended without effect."""
+        return self.pending == txn or txn in self._ended
 
     def require(self, txn: str) -> UpdateTransaction:
         """The open transaction, which must be `txn`."""

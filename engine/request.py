@@ -15,6 +15,7 @@ import numpy as np
 from engine.errors import SparkrollError
 from engine.types import (
     CacheHit,
+    DraftUse,
     ErrorInfo,
     FinishReason,
     GroupOutput,
@@ -120,6 +121,7 @@ class Sample:
     finish: FinishReason | None = None
     matched: int | str | None = None
     error: ErrorInfo | None = None
+    draft_use: DraftUse = field(default_factory=DraftUse)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -138,16 +140,23 @@ class Sample:
         """int32 [length]: prompt then new tokens."""
         return np.concatenate([self.group.prompt, np.asarray(self.ids, dtype=np.int32)])
 
-    def label(self, policy_version: int, count: int = 1) -> None:
-        """Record that the newest `count` tokens were sampled by `policy_version`."""
-        end = len(self.ids)
+    def label(self, policy_version: int, drafter_version: int = 0, count: int = 1) -> None:
+        """Record that the newest `count` tokens were sampled by `policy_version`, under `drafter_version`."""
+        start, end = len(self.ids) - count, len(self.ids)
         last = self.spans[-1] if self.spans else None
-        if last and last.policy_version == policy_version and last.mixed_kv == self.mixed_kv:
+        label = policy_version, drafter_version, self.mixed_kv
+        if last and (last.policy_version, last.drafter_version, last.mixed_kv) == label:
             start = last.start
             self.spans.pop()
-        else:
-            start = end - count
-        self.spans.append(Span(start=start, end=end, policy_version=policy_version, mixed_kv=self.mixed_kv))
+        self.spans.append(
+            Span(
+                start=start,
+                end=end,
+                policy_version=policy_version,
+                drafter_version=drafter_version,
+                mixed_kv=self.mixed_kv,
+            )
+        )
 
     def truncate(self, length: int) -> None:
         """Drop new tokens from `length` on, in every column and span."""
@@ -184,6 +193,7 @@ class Sample:
             error=self.error,
             retractions=self.retractions,
             cached_tokens=self.cached_tokens or 0,
+            draft_use=self.draft_use if self.draft_use.steps else None,
             **_columns(self.columns, 0, len(self.ids) - self.resumed),
         )
 

@@ -146,6 +146,15 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     message: str
 
 
+class DraftUse(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What speculation did for one sample: its `steps` that verified drafts, drafts `verified` in them and
+    `accepted`. Each of those steps yielded one token beside the accepted ones, unless a stop came first."""
+
+    steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+
 class SampleDelta(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """Tokens [start, start + T) of one sample, in order, never to be taken back."""
 
@@ -183,6 +192,8 @@ class SampleOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omi
     """Prompt tokens this sample did not compute (0 <= cached <= prompt)."""
     text: str | None = None
     """Filled by the text layer where the caller asked for text."""
+    draft_use: DraftUse | None = None
+    """None where no draft was verified."""
 
 
 class GroupOutput(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):

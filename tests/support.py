@@ -84,8 +84,11 @@ def engine_config(**fields) -> EngineConfig:
     return EngineConfig(**({"device": "cpu", "dtype": "float32"} | fields))
 
 
-def make_engine(
-    folder: Path,
+def make_engine(folder: Path, **fields) -> Engine:
+    return Engine.from_pretrained(folder, make_config(**fields))
+
+
+def make_config(
     *,
     page_size: int = 4,
     kv_tokens: int = 4096,
@@ -96,8 +99,9 @@ def make_engine(
     max_waiting: int = 512,
     prefix_cache: bool = True,
     **engine,
-) -> Engine:
-    config = engine_config(
+) -> EngineConfig:
+    """A small engine: what makes it work is met in few tokens."""
+    return engine_config(
         **engine,
         cache=CacheConfig(page_size=page_size, kv_tokens=kv_tokens, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
@@ -108,7 +112,6 @@ def make_engine(
             max_waiting=max_waiting,
         ),
     )
-    return Engine.from_pretrained(folder, config)
 
 
 def ask(group_id: str, ids, n: int = 1, want: Want | None = None, **sampling) -> GroupRequest:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 
@@ -34,8 +33,6 @@ from engine.sampling.draw import Drawn
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler, SampleResult
 from engine.sampling.seeds import USE_EMIT
-
-Rule = Literal["rejection", "coupled"]
 
 _CHUNK_ELEMENTS = 1 << 22
 _NO_RESIDUAL = 1e-8

@@ -42,6 +42,7 @@ class BlockDrafter:
             max_drafts=spec.num_drafts,
             captured_layers=spec.target_layers,
             kv=spec.backbone,
+            block=spec.block,
             context_len=spec.backbone.context_len,
             has_probabilities=True,
             has_confidence=spec.confidence,

@@ -7,6 +7,8 @@ kept, the drafts beyond w live on here. As later steps emit the very tokens that
 log-probabilities under the target give the chance that draft w + o would have been accepted:
 S <- S · min(1, p / q), and each S adds to the expected length. Where the emitted token differs the
 chance of that draft is unknown: the lower bound ends, and the upper bound takes the rest as S each.
+Where drafts are kept while they equal the target's own token (greedy rows, the coupled rule) a draft
+that is met counts as one and one that differs as none: there the step closes exactly.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class _Open:
 
     emitted: int
     drafts: list[int]
-    log_q: list[float]
+    log_q: list[float] | None
     met: int = 0
     survival: float = 1.0
     gained: float = 0.0
@@ -57,25 +59,30 @@ class BlockEstimate:
         self,
         request: Hashable,
         drafts: Sequence[int],
-        log_q: Sequence[float],
+        log_q: Sequence[float] | None,
         verified: int,
         accepted: int,
         tokens: Sequence[int],
         logprobs: Sequence[float],
     ) -> None:
-        """One verify step: all drafts made with their log q, how many were verified and accepted, and the
-        tokens it emitted with their log p under the target (fewer than accepted + 1 after a stop)."""
+        """One verify step: all drafts made with their log q (None where they are kept by equality), how many
+        were verified and accepted, and the tokens it emitted with their log p under the target (fewer
+        than accepted + 1 after a stop)."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             self._meet(request, token, logprob)
         emitted = len(tokens)
         if verified == len(drafts) or accepted < verified or emitted <= accepted:
             self._close(emitted, emitted, emitted, exact=True)
             return
-        trimmed = _Open(emitted, list(drafts[verified:]), list(log_q[verified:]))
+        trimmed = _Open(emitted, list(drafts[verified:]), None if log_q is None else list(log_q[verified:]))
         self._open.setdefault(request, []).append(trimmed)
         # The bonus was drawn where the first trimmed draft stands.
         self._meet_one(trimmed, tokens[-1], logprobs[-1])
         self._sweep(request)
+
+    def exact(self, emitted: int, whole: int) -> None:
+        """A step that emitted fewer tokens than the `whole` that its full window is known to yield."""
+        self._close(emitted, whole, whole, exact=True)
 
     def plain(self, request: Hashable, token: int, logprob: float) -> None:
         """A token from a step without drafts."""
@@ -97,10 +104,12 @@ class BlockEstimate:
             return
         if token != part.drafts[part.met]:
             base = part.emitted + part.gained
-            self._close(part.emitted, base, base + part.survival * (len(part.drafts) - part.met))
+            unknown = 0.0 if part.log_q is None else part.survival * (len(part.drafts) - part.met)
+            self._close(part.emitted, base, base + unknown)
             part.met = -1
             return
-        part.survival *= min(1.0, math.exp(logprob - part.log_q[part.met]))
+        if part.log_q is not None:
+            part.survival *= math.exp(min(0.0, logprob - part.log_q[part.met]))
         part.gained += part.survival
         part.met += 1
         if part.met == len(part.drafts):

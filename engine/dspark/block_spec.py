@@ -116,15 +116,6 @@ def check_fits(spec: BlockDrafterSpec, target: ModelSpec) -> None:
             raise Unsupported(field=f"drafter {field}", expected=f"the target's {expected}", actual=actual)
 
 
-def check_window(spec: BlockDrafterSpec, drafts: int) -> int:
-    """A configured number of drafts per round, refused beyond what the drafter was trained for."""
-    if not 1 <= drafts <= spec.num_drafts:
-        raise InvalidRequest(
-            field="dspark.drafts", expected=f"1 to the {spec.num_drafts} drafts of its block", actual=drafts
-        )
-    return drafts
-
-
 def _block(config: dict[str, Any], backbone: ModelSpec, from_anchor: bool) -> int:
     block = _integer(config, "block_size", 1 if from_anchor else 2, MAX_BLOCK)
     narrowest = min((layer.window for layer in backbone.layers if layer.window is not None), default=block)

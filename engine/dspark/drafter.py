@@ -33,14 +33,18 @@ class DrafterTraits:
 
     `max_drafts` is the most drafts a round yields. `captured_layers` are the target layers whose
     outputs `commit` needs. `kv` is the shape of the states it keeps under the target's page ids, None
-    for none. A row whose block would pass position `context_len` is not drafted for.
+    for none. A round writes states at `block` positions from the anchor on; a row whose block would pass
+    position `context_len` is not drafted for. `foreseen`: drafts follow from what is committed at hardly
+    any cost, so that a step may be planned knowing them.
     """
 
     name: str
     max_drafts: int
     captured_layers: tuple[int, ...] = ()
     kv: ModelSpec | None = None
+    block: int = 0
     context_len: int = 2**31
+    foreseen: bool = False
     has_probabilities: bool = False
     has_confidence: bool = False
 

@@ -50,7 +50,7 @@ class NgramDrafter:
 
     def __init__(self, max_drafts: int, shortest: int = 2, longest: int = 4) -> None:
         assert 1 <= shortest <= longest and max_drafts >= 1, "an n-gram drafter needs runs and drafts"
-        self.traits = DrafterTraits(name="ngram", max_drafts=max_drafts)
+        self.traits = DrafterTraits(name="ngram", max_drafts=max_drafts, foreseen=True)
         self._bounds = (shortest, longest)
         self._histories: dict[int, _History] = {}
 

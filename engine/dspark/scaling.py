@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.dspark.acceptance import Rule
+from engine.dspark.config import Rule
 from engine.dspark.reliability import expected_calibration_error
 from engine.errors import InvalidRequest
 

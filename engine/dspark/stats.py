@@ -21,7 +21,7 @@ class DraftStats:
     """Sums over requests' verify steps, of one request, class or engine.
 
     `verify_rows` counts 1 + drafts verified, `padding_rows` what tiers added. `accepted_at[k]` counts
-    steps that kept more than k drafts, `windows[n]` those that verified n, `lengths[n]` those that
+    steps that kept more than k drafts, `windows[n]` those that might keep n, `lengths[n]` those that
     emitted n tokens. `ceiling` bounds what whole windows would have emitted.
     """
 
@@ -44,9 +44,10 @@ class DraftStats:
         self.windows = np.zeros(self.max_drafts + 1, dtype=np.int64)
         self.lengths = np.zeros(self.max_drafts + 2, dtype=np.int64)
 
-    def observe(self, drafted: int, verified: int, accepted: int, emitted: int) -> None:
+    def observe(self, drafted: int, verified: int, accepted: int, emitted: int, window: int | None = None) -> None:
         """One request's verify step: drafts made, verified, accepted, and tokens that were kept, which
-        a stop may have cut below accepted + 1."""
+        a stop may have cut below accepted + 1. `window` is what may have been kept where that is less
+        than what was verified."""
         assert 0 <= accepted <= verified <= drafted <= self.max_drafts and 0 <= emitted <= accepted + 1
         kept = min(accepted, emitted)
         self.steps += 1
@@ -56,7 +57,7 @@ class DraftStats:
         self.emitted += emitted
         self.verify_rows += 1 + verified
         self.accepted_at[:kept] += 1
-        self.windows[verified] += 1
+        self.windows[verified if window is None else window] += 1
         self.lengths[emitted] += 1
 
     def observe_plain(self) -> None:

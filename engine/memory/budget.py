@@ -50,15 +50,21 @@ class PoolBudget:
 
 
 def pool_budget(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, prefill_tokens: int, max_running: int
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    fraction: float,
+    prefill_tokens: int,
+    max_running: int,
+    draft: ModelSpec | None = None,
 ) -> PoolBudget:
-    """Call it with the weights in place. On the CPU, memory serves everybody else too, so the pool
-    never grows past `max_running` whole contexts."""
+    """Call it with the weights in place. A token has states in a drafter of shape `draft` too, where there
+    is one. On the CPU, memory serves everybody else too, so the pool never grows past `max_running` whole contexts."""
     return PoolBudget(
         free_bytes=_free_bytes(device),
         reserved_bytes=_step_bytes(spec, dtype, prefill_tokens, max_running),
         fraction=fraction,
-        token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
+        token_bytes=_token_bytes(spec, dtype) + (0 if draft is None else _token_bytes(draft, dtype)),
         useful_tokens=None if device.type == "cuda" else max_running * spec.context_len,
     )
 
@@ -68,6 +74,10 @@ def whole_pages(num_tokens: int, page_size: int) -> int:
     if num_tokens < page_size:
         raise InvalidRequest(field="cache.kv_tokens", expected=f"at least one page of {page_size}", actual=num_tokens)
     return num_tokens // page_size * page_size
+
+
+def _token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 def _step_bytes(spec: ModelSpec, dtype: torch.dtype, prefill_tokens: int, max_running: int) -> int:

@@ -35,14 +35,24 @@ class GraphOwner(Protocol):
 
 class MemoryTags:
     """`missing` names what must come back before the engine may serve: released tags, and
-    "weights" for as long as discarded ones have not been replaced by an update. `graphs` is set
-    once there is a loop that captures any."""
+    "weights" for as long as discarded ones have not been replaced by an update. Whoever
+    captures `graphs` joins their owners. A drafter's weights and states come and go with the
+    target's, but its weights are always kept: updates bring the policy's alone."""
 
-    def __init__(self, arena: WeightArena, pool: KVPool, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        arena: WeightArena,
+        pool: KVPool,
+        cache: PrefixCache,
+        draft_arena: WeightArena | None = None,
+        draft_pool: KVPool | None = None,
+    ) -> None:
         self._arena = arena
         self._pool = pool
         self._cache = cache
-        self.graphs: GraphOwner | None = None
+        self._draft_arena = draft_arena
+        self._pools = [pool] if draft_pool is None else [pool, draft_pool]
+        self.graphs: list[GraphOwner] = []
         self._released: set[str] = set()
         self._unfilled = False
 
@@ -56,8 +66,13 @@ class MemoryTags:
         return "weights" not in self._released
 
     def bytes(self) -> dict[str, int]:
-        graphs = 0 if self.graphs is None else self.graphs.graph_bytes
-        return {"weights": self._arena.num_bytes, "kv": self._pool.bytes, "graphs": graphs}
+        graphs = sum(owner.graph_bytes for owner in self.graphs)
+        draft = 0 if self._draft_arena is None else self._draft_arena.num_bytes
+        return {
+            "weights": self._arena.num_bytes + draft,
+            "kv": sum(pool.bytes for pool in self._pools),
+            "graphs": graphs,
+        }
 
     def release(self, tags: list[str], level: str) -> tuple[dict[str, int], dict[str, int]]:
         self._check(tags)
@@ -78,9 +93,12 @@ class MemoryTags:
         before = self.bytes()
         for tag in tags:
             if tag == "kv":
-                self._pool.restore()
+                for pool in self._pools:
+                    pool.restore()
             elif tag == "weights":
                 self._arena.restore()
+                if self._draft_arena is not None:
+                    self._draft_arena.restore()
             self._released.discard(tag)
         return before, self.bytes()
 
@@ -91,13 +109,17 @@ class MemoryTags:
     def _release(self, tag: str, keep_weights: bool) -> None:
         if tag == "kv":
             self._cache.reset()
-            self._pool.release()
+            for pool in self._pools:
+                pool.release()
         elif tag == "weights":
             # What was never filled since it was discarded is not worth keeping.
             self._arena.release(keep_weights and not self._unfilled)
             self._unfilled = self._unfilled or not keep_weights
-        elif self.graphs is not None:
-            self.graphs.forget()
+            if self._draft_arena is not None:
+                self._draft_arena.release(keep=True)
+        else:
+            for owner in self.graphs:
+                owner.forget()
 
     def _check(self, tags: list[str]) -> None:
         unknown = [tag for tag in tags if tag not in TAGS]

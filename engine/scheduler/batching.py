@@ -6,6 +6,8 @@ these rows were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -13,45 +15,72 @@ from engine.batch import ForwardBatch, SharedPrefix
 from engine.memory.request_table import RequestTable
 from engine.memory.transfer import send
 from engine.request import Sample
+from engine.scheduler.pages import Sequence as PagedSequence
 from engine.scheduler.prefill import Prefill
 
 
-class BatchBuilder:
-    """Builds a `ForwardBatch` from decode rows and prefill chunks."""
+class _Rows:
+    """A batch's rows as they are added."""
 
-    def __init__(self, table: RequestTable, page_size: int, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.keys: list[int] = []
+        self.tokens: list[Sequence[int] | np.ndarray] = []
+        self.end = 0
+
+    def add(self, sequence: PagedSequence, start: int, tokens: Sequence[int] | np.ndarray) -> None:
+        self.slots.append(sequence.slot)
+        self.starts.append(start)
+        self.counts.append(len(tokens))
+        self.keys.append(sequence.key)
+        self.tokens.append(tokens)
+        self.end += len(tokens)
+
+
+class BatchBuilder:
+    """Builds a `ForwardBatch` from decode rows and prefill chunks. With `verify_as_decode` every token of
+    a row that verifies drafts becomes a decode row of its own, so that its bits are those of a plain
+    step where the backend's do not depend on the batch."""
+
+    def __init__(
+        self, table: RequestTable, page_size: int, device: torch.device, verify_as_decode: bool = False
+    ) -> None:
         self._table = table
         self._page_size = page_size
         self._device = device
+        self._verify_as_decode = verify_as_decode
         self._shared_key: tuple[int, ...] = ()
         self._shared: list[SharedPrefix] = []
 
-    def build(self, decode: list[Sample], chunks: list[tuple[Prefill, int]]) -> ForwardBatch:
-        """Decode rows first, then one row a chunk. Logits are wanted of every decode row, and of
-        the last token of every chunk that completes its prefill."""
-        slots, starts, counts, keys, ids = [], [], [], [], []
-        for sample in decode:
-            sequence = sample.sequence
-            assert sequence is not None
-            slots.append(sequence.slot)
-            starts.append(sequence.computed)
-            counts.append(1)
-            keys.append(sequence.key)
-            ids.append(sample.ids[-1])
-        tokens = [np.asarray(ids, dtype=np.int64)]
-        logit_rows = list(range(len(decode)))
-        end = len(decode)
+    def build(
+        self, decode: list[Sample], chunks: list[tuple[Prefill, int]], feeds: list[list[int]] | None = None
+    ) -> ForwardBatch:
+        """Decode rows first, then one row a chunk. Logits are wanted of every token of a decode row, and
+        of the last token of every chunk that completes its prefill.
+
+        `feeds` are the decode rows' tokens where there are more than one each: the newest and drafts
+        behind it.
+        """
+        rows = _Rows()
+        for place, sample in enumerate(decode):
+            assert sample.sequence is not None
+            feed = sample.ids[-1:] if feeds is None else feeds[place]
+            if self._verify_as_decode:
+                for ahead, token in enumerate(feed):
+                    rows.add(sample.sequence, sample.sequence.computed + ahead, [token])
+            else:
+                rows.add(sample.sequence, sample.sequence.computed, feed)
+        num_decode = 0 if feeds is not None and not self._verify_as_decode else len(rows.slots)
+        logit_rows = list(range(rows.end))
         for prefill, count in chunks:
             sequence = prefill.sequence
-            slots.append(sequence.slot)
-            starts.append(sequence.computed)
-            counts.append(count)
-            keys.append(sequence.key)
-            tokens.append(prefill.tokens[sequence.computed : sequence.computed + count].astype(np.int64))
-            end += count
+            rows.add(sequence, sequence.computed, prefill.tokens[sequence.computed : sequence.computed + count])
             if count == prefill.remaining and prefill.samples:
-                logit_rows.append(end - 1)
-        return self._assemble(slots, starts, counts, keys, np.concatenate(tokens), logit_rows, len(decode))
+                logit_rows.append(rows.end - 1)
+        tokens_T = np.concatenate([np.asarray(part, dtype=np.int64) for part in rows.tokens])
+        return self._assemble(rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
 
     def build_decode(self, samples: list[Sample], tokens: list[int], computed: list[int]) -> ForwardBatch:
         """Decode rows whose next tokens and positions the device knows better than the samples."""

@@ -14,7 +14,7 @@ from engine.metrics import EngineCounters
 from engine.request import Columns, Group, Sample
 from engine.sampling.sampler import SampleResult
 from engine.scheduler.scheduler import Scheduler
-from engine.types import ErrorInfo, FinishReason
+from engine.types import ErrorInfo, FinishReason, Want
 
 
 class Committer:
@@ -26,23 +26,25 @@ class Committer:
         groups: dict[str, Group],
         counters: EngineCounters,
         policy_version: Callable[[], int],
+        drafter_version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._scheduler = scheduler
         self._groups = groups
         self._counters = counters
         self._policy_version = policy_version
+        self._drafter_version = drafter_version
 
     def commit(self, samples: list[Sample], result: SampleResult) -> None:
         """Row r of `result` is the next token of `samples[r]`."""
         columns = HostColumns(result)
-        policy_version = self._policy_version()
+        versions = self._policy_version(), self._drafter_version()
         for row, sample in enumerate(samples):
             if columns.bad[row]:
                 self.fail_bad_logits(sample)
                 continue
             token = columns.ids[row]
             sample.ids.append(token)
-            sample.label(policy_version)
+            sample.label(*versions)
             columns.append_to(sample, row)
             sample.row.observe(token)
             self._counters.generated_tokens += 1
@@ -60,11 +62,42 @@ class Committer:
             if sample.finish is not None:
                 return
 
+    def commit_rounds(
+        self, samples: list[Sample], kept: list[int], verified: list[int], num_accepted: list[int], result: SampleResult
+    ) -> None:
+        """A step's verified rows: `result` has num_accepted[b] + 1 tokens of row b, back to back, of which
+        the first kept[b] + 1 are taken, out of verified[b] drafts. Whatever ends the sample among them,
+        the rest never existed; a row without finite logits ends it too."""
+        columns = HostColumns(result)
+        start = 0
+        for sample, count, drafts, accepted in zip(samples, kept, verified, num_accepted, strict=True):
+            use = sample.draft_use
+            use.steps += drafts > 0
+            use.verified += drafts
+            end = start + count + 1
+            good = next((row for row in range(start, end) if columns.bad[row]), end)
+            self._commit_round(sample, columns, start, good, count if drafts else 0)
+            if good < end and sample.finish is None:
+                self.fail_bad_logits(sample)
+            start += accepted + 1
+
+    def _commit_round(self, sample: Sample, columns: HostColumns, start: int, end: int, drafts: int) -> None:
+        """Rows [start, end) of one sample, the first `drafts` of which had been drafted."""
+        stops, whole = sample.row.stop_ids, end - start
+        size = whole if not stops and sample.watcher is None else 1
+        for place in range(start, end, max(1, size)):
+            ids = columns.ids[place : place + size]
+            if not (ids[0] in stops and not sample.group.request.sampling.keep_stop):
+                sample.draft_use.accepted += min(size, max(0, drafts - (place - start)))
+            self._append_run(sample, ids, columns.run(place, place + size, sample.row.want))
+            if sample.finish is not None:
+                return
+
     def _append_run(self, sample: Sample, ids: list[int], columns: Columns) -> None:
         assert sample.sequence is not None
         sample.ids += ids
         sample.columns.extend(columns)
-        sample.label(self._policy_version(), len(ids))
+        sample.label(self._policy_version(), self._drafter_version(), len(ids))
         if sample.row.penalises:
             for token in ids:
                 sample.row.observe(token)
@@ -131,6 +164,18 @@ class HostColumns:
         self._entropy = None if result.entropy is None else result.entropy.tolist()
         self._top_ids = None if result.top_ids is None else result.top_ids.tolist()
         self._top_logprobs = None if result.top_logprobs is None else result.top_logprobs.tolist()
+
+    def run(self, start: int, end: int, want: Want) -> Columns:
+        """Rows [start, end), all of one sample, in the columns it asked for."""
+        columns = Columns(self._logprobs[start:end])
+        for name in want.extra_logprobs:
+            columns.extra[name] = self._extra[name][start:end]
+        if want.entropy and self._entropy is not None:
+            columns.entropy = self._entropy[start:end]
+        if want.top_logprobs and self._top_ids is not None and self._top_logprobs is not None:
+            columns.top_ids = [ids[: want.top_logprobs] for ids in self._top_ids[start:end]]
+            columns.top_logprobs = [values[: want.top_logprobs] for values in self._top_logprobs[start:end]]
+        return columns
 
     def append_to(self, sample: Sample, row: int) -> None:
         """Append the row to the columns this sample asked for."""

@@ -1,7 +1,7 @@
 """One step after another: the serial loop.
 
-Owns the order of a step: start, admit, grow, forward, sample, commit. Ignores policy in each.
-Everything a step decides is visible when it returns; an overlapped loop will promise the same.
+Owns the order of a step: start, admit, grow, draft, forward, verify or sample, commit. Ignores policy
+in each. Everything a step decides is visible when it returns; an overlapped loop will promise the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from engine.batch import ForwardBatch
+from engine.dspark.speculation import DraftStep, Speculation
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.model_runner import ModelRunner
@@ -20,9 +22,13 @@ from engine.scheduler.prefill import Prefill
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scoring import score_chunk
 
+_NOTHING = torch.empty(0)
+"""Stands in a capture until the layer has run."""
+
 
 class SerialLoop:
-    """Runs the scheduler's choices to their end before making new ones."""
+    """Runs the scheduler's choices to their end before making new ones. With a `speculation` every step
+    passes by it, whether it drafts or not."""
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class SerialLoop:
         sampler: Sampler,
         committer: Committer,
         counters: EngineCounters,
+        speculation: Speculation | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._builder = builder
@@ -39,6 +46,7 @@ class SerialLoop:
         self._sampler = sampler
         self._committer = committer
         self._counters = counters
+        self._speculation = speculation
         self._held: tuple[list[Sample], SampleResult] | None = None
 
     in_flight = False
@@ -79,26 +87,51 @@ class SerialLoop:
         chunks = scheduler.chunks()
         if not (rows or chunks or started):
             return False
-        logits_RV = self._forward(rows, chunks) if rows or chunks else None
+        draft = self._draft(rows)
+        if draft is not None:
+            rows = draft.samples
+        logits_RV = self._forward(rows, chunks, draft) if rows or chunks else None
         self.settle()
-        for prefill, _ in chunks:
-            if prefill.done:
-                started += self._complete(prefill)
-        self._sample(rows, started, logits_RV, hold=not decode)
+        done = [prefill for prefill, _ in chunks if prefill.done]
+        alone = not (chunks or started)
+        for prefill in done:
+            started += self._complete(prefill)
+        if draft is not None and draft.verdict is not None:
+            self._commit_rounds(draft)
+            self._sample([], started, None, hold=False)
+        else:
+            self._sample(rows, started, logits_RV, hold=not decode)
         self._counters.steps += 1
-        self._counters.decode_rows += len(rows)
-        self._counters.step_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._counters.step_seconds += seconds
+        if draft is not None and self._speculation is not None:
+            self._speculation.finish(draft, seconds if alone else None)
         return True
 
-    def _forward(self, decode: list[Sample], chunks: list[tuple[Prefill, int]]) -> torch.Tensor:
-        batch = self._builder.build(decode, chunks)
-        hidden_TD = self._runner.hidden(batch)
+    def _draft(self, rows: list[Sample]) -> DraftStep | None:
+        return None if self._speculation is None or not rows else self._speculation.draft(rows)
+
+    def _forward(
+        self, decode: list[Sample], chunks: list[tuple[Prefill, int]], draft: DraftStep | None
+    ) -> torch.Tensor:
+        """Logits of decode rows, one each; where drafts were verified the verdict is with `draft`."""
+        feeds = draft.tokens() if draft is not None and draft.drafting else None
+        batch = self._builder.build(decode, chunks, feeds)
+        features = {} if self._speculation is None else dict.fromkeys(self._speculation.captured_layers, _NOTHING)
+        hidden_TD = self._runner.hidden(batch, features or None)
         rows_R = batch.logit_rows_R
         logits_RV = self._runner.logits(hidden_TD if len(rows_R) == batch.num_tokens else hidden_TD[rows_R])
-        for sample in decode:
-            assert sample.sequence is not None
-            sample.sequence.computed += 1
-        offset, row = len(decode), len(decode)
+        counts = [1] * len(decode) if feeds is None else [len(feed) for feed in feeds]
+        offset = row = sum(counts)
+        self._counters.decode_rows += offset
+        kept = counts
+        if draft is not None and self._speculation is not None and feeds is not None:
+            kept = [drafts + 1 for drafts in self._speculation.verify(draft, logits_RV[:offset])]
+        else:
+            for sample in decode:
+                assert sample.sequence is not None
+                sample.sequence.computed += 1
+        self._commit_context(batch, decode, counts, kept, chunks, features)
         for prefill, count in chunks:
             start = prefill.sequence.computed
             if prefill.scorer is not None:
@@ -111,6 +144,30 @@ class SerialLoop:
                 prefill.logits_1V = logits_RV[row : row + 1]
                 row += 1
         return logits_RV[: len(decode)]
+
+    def _commit_context(
+        self,
+        batch: ForwardBatch,
+        decode: list[Sample],
+        counts: list[int],
+        kept: list[int],
+        chunks: list[tuple[Prefill, int]],
+        features: dict[int, torch.Tensor],
+    ) -> None:
+        """Give the drafter every token that is part of a request now, before anybody may share its page."""
+        if self._speculation is None:
+            return
+        sequences = [sample.sequence for sample in decode] + [prefill.sequence for prefill, _ in chunks]
+        slots = [sequence.slot for sequence in sequences if sequence is not None]
+        lengths = [count for _, count in chunks]
+        self._speculation.commit(batch, slots, counts + lengths, kept + lengths, features)
+
+    def _commit_rounds(self, draft: DraftStep) -> None:
+        assert draft.verdict is not None
+        verdict = draft.verdict
+        kept = [min(pair) for pair in zip(verdict.num_accepted, draft.keep, strict=True)]
+        verified = [len(drafts) for drafts in draft.drafts]
+        self._committer.commit_rounds(draft.samples, kept, verified, verdict.num_accepted, verdict.emitted)
 
     def _complete(self, prefill: Prefill) -> list[tuple[Sample, Prefill]]:
         """A prefill's last token has run: hand out scores, start as many samples as fit."""

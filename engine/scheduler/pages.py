@@ -34,15 +34,23 @@ class Sequence:
 
 
 class PageManager:
-    """Opens, grows, forks, publishes and closes sequences."""
+    """Opens, grows, forks, publishes and closes sequences. A `draft_pool` holds a drafter's states under
+    the same page ids, and is copied wherever `pool` is."""
 
     def __init__(
-        self, cache: PrefixCache, allocator: PageAllocator, table: RequestTable, pool: KVPool, page_size: int
+        self,
+        cache: PrefixCache,
+        allocator: PageAllocator,
+        table: RequestTable,
+        pool: KVPool,
+        page_size: int,
+        draft_pool: KVPool | None = None,
     ) -> None:
         self.cache = cache
         self.allocator = allocator
         self.table = table
         self.pool = pool
+        self.draft_pool = draft_pool
         self.page_size = page_size
         self._keys = 0
 
@@ -72,8 +80,12 @@ class PageManager:
         self.table.append(slot, pages)
         return Sequence(slot, receipt, receipt.length, self._next_key())
 
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that fit the pages it holds."""
+        return int(self.table.num_pages_S[sequence.slot]) * self.page_size
+
     def has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        return num_tokens <= self.table.num_pages_S[sequence.slot] * self.page_size
+        return num_tokens <= self.room(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for `num_tokens` in all; False, with nothing changed, when there is none."""
@@ -119,8 +131,10 @@ class PageManager:
         self.table.append(slot, pages)
         own = self.pages_for(parent.computed) - whole
         if own > 0:
-            sources = self.table.pages(parent.slot, whole, whole + own)
-            self.pool.copy_pages(sources.tolist(), pages[:own].tolist())
+            sources, targets = self.table.pages(parent.slot, whole, whole + own).tolist(), pages[:own].tolist()
+            self.pool.copy_pages(sources, targets)
+            if self.draft_pool is not None:
+                self.draft_pool.copy_pages(sources, targets)
         return Sequence(slot, receipt, parent.computed, self._next_key(), parent.publishable)
 
     def close(self, sequence: Sequence, tokens: np.ndarray | None, cold: bool = False) -> None:

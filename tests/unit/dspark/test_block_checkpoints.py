@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from engine.dspark.block_model import BlockDrafterModel
-from engine.dspark.block_spec import check_fits, check_window, drafter_spec_from_config, read_drafter_spec
+from engine.dspark.block_spec import check_fits, drafter_spec_from_config, read_drafter_spec
+from engine.dspark.config import DSparkConfig, number_of_drafts
+from engine.dspark.drafter import DrafterTraits
 from engine.dspark.layouts import convert_drafter
 from engine.errors import InvalidRequest, SparkrollError, Unsupported
 from engine.models.spec import spec_from_config
@@ -125,10 +127,12 @@ def test_a_drafter_of_another_target_is_refused():
 
 def test_case_f5_no_more_drafts_than_the_block_was_trained_for():
     spec = drafter_spec_from_config(drafter_config())
-    assert [check_window(spec, drafts) for drafts in (1, 3, 4)] == [1, 3, 4]
+    traits = DrafterTraits(name="block", max_drafts=spec.num_drafts)
+    allowed = ["auto", 1, 3, 4]
+    assert [number_of_drafts(DSparkConfig(drafts=drafts), traits) for drafts in allowed] == [4, 1, 3, 4]
     for drafts in (0, 5, 8):
         with pytest.raises(InvalidRequest, match=r"dspark\.drafts"):
-            check_window(spec, drafts)
+            number_of_drafts(DSparkConfig(drafts=drafts), traits)
 
 
 def speculators_config(**overrides):

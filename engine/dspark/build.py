@@ -1,0 +1,61 @@
+"""From settings to a drafter beside its target.
+
+Owns the order of things: a checkpoint is read, checked against the target and loaded before the pools
+are sized, and given its pool afterwards. Ignores how a drafter is used (`engine.dspark.speculation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention.registry import make_attention
+from engine.dspark.block_drafter import BlockDrafter
+from engine.dspark.block_model import BlockDrafterModel, shared_ends
+from engine.dspark.block_spec import check_fits, read_drafter_spec
+from engine.dspark.config import NGRAM, NGRAM_DRAFTS, DSparkConfig
+from engine.dspark.drafter import Drafter
+from engine.dspark.ngram import NgramDrafter
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import DenseDecoderLM
+from engine.models.spec import ModelSpec
+from engine.weights.arena import WeightArena
+from engine.weights.loader import load_weights
+
+
+@dataclass(slots=True)
+class LoadedDrafter:
+    """`arena` holds the weights of a drafter that has any; `kv` is the shape of the states it keeps."""
+
+    make: Callable[[KVPool | None], Drafter]
+    arena: WeightArena[BlockDrafterModel] | None = None
+    kv: ModelSpec | None = None
+
+    @property
+    def model(self) -> BlockDrafterModel | None:
+        return None if self.arena is None else self.arena.model
+
+
+def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.device) -> LoadedDrafter | None:
+    """The configured drafter with its weights; None where there is none. Raises `Unsupported` or
+    `InvalidRequest`, naming the field, where it does not fit the target."""
+    if not config.enabled:
+        return None
+    if config.drafter == NGRAM:
+        drafts = NGRAM_DRAFTS if config.drafts == "auto" else config.drafts
+        return LoadedDrafter(lambda pool: NgramDrafter(drafts))
+    folder = Path(config.drafter)
+    spec = read_drafter_spec(folder)
+    check_fits(spec, target.spec)
+    arena = WeightArena(lambda device: BlockDrafterModel(spec, target.dtype, device), device, "drafter")
+    load_weights(arena.model, folder, module="drafter")
+
+    def make(pool: KVPool | None) -> Drafter:
+        assert pool is not None, "a block drafter keeps its context in a pool"
+        backend = make_attention("auto", spec.backbone, device, dtype=target.dtype)
+        return BlockDrafter(arena.model, shared_ends(target), pool, backend)
+
+    return LoadedDrafter(make, arena, spec.backbone)

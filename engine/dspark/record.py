@@ -1,0 +1,180 @@
+"""What steps taught: counts, calibration, chances of acceptance, time.
+
+Owns everything that grows from step to step and everything that is shown of it, as numerators and
+denominators. Ignores how a step came about (`engine.dspark.speculation`). Nothing here depends on the
+value of a draft that has not been decided yet.
+
+Shapes: B rows, G drafts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.dspark.block_estimate import BlockEstimate
+from engine.dspark.config import DSparkConfig
+from engine.dspark.cost_model import CostModel
+from engine.dspark.drafter import DrafterTraits
+from engine.dspark.reliability import Reliability
+from engine.dspark.scaling import OnlineScaling, SurvivalScaling, survival_labels
+from engine.dspark.stats import DraftStats
+from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
+from engine.request import Sample
+from engine.sampling.params import RowSampling
+
+if TYPE_CHECKING:
+    from engine.dspark.speculation import DraftStep
+
+
+class Record:
+    def __init__(self, config: DSparkConfig, traits: DrafterTraits, cost: CostModel, scaling: SurvivalScaling) -> None:
+        self._config = config
+        self._drafts = traits.max_drafts
+        self._cost = cost
+        self._estimate = AcceptanceEstimate(self._drafts)
+        self._ceiling = BlockEstimate()
+        self._online = OnlineScaling(scaling) if traits.has_confidence else None
+        self._rounds = 0
+        self.switch = DraftSwitch(config.max_rows)
+        self.stats = DraftStats(self._drafts, ceiling=self._ceiling.sums)
+        self.reliability = Reliability(self._drafts)
+        self.planning_seconds = 0.0
+        self.probes = 0
+
+    def prior(self, sample: Sample) -> np.ndarray:
+        """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
+        return self._estimate.survival(sample.group.arrival, sample.order)
+
+    def observe(self, step: DraftStep, seconds: float | None) -> None:
+        """A step whose tokens are with their samples."""
+        if seconds is not None:
+            self._cost.observe(step.shape, seconds)
+        if step.verdict is None:
+            for row in range(len(step.samples)):
+                self._observe_plain(step, row)
+            return
+        self.probes += step.plan.probe
+        for row in range(len(step.samples)):
+            self._observe_row(step, row)
+        self._observe_chances(step)
+
+    def forget(self, key: int, sample: Sample) -> None:
+        """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
+        self._ceiling.end(key, stopped=sample.finish == "stop")
+        if sample.finish is not None:
+            self._estimate.forget_request(sample.order)
+            if sample.group.unfinished == 0:
+                self._estimate.forget_group(sample.group.arrival)
+
+    def new_policy(self) -> None:
+        self.switch.renew()
+        if self._online is not None:
+            self._online.new_policy()
+
+    def new_drafter(self) -> None:
+        self.new_policy()
+        self._estimate = AcceptanceEstimate(self._drafts)
+
+    def counters(self) -> dict[str, float]:
+        """Sums that only grow, by name; accept length, utilisation, calibration and cost error are ratios
+        of them."""
+        stats, ceiling, errors, reliability = self.stats, self.stats.ceiling, self._cost.errors, self.reliability
+        sums = {
+            "steps": stats.steps,
+            "plain_steps": stats.plain_steps,
+            "proposed": stats.drafted,
+            "verified": stats.proposed,
+            "accepted": stats.accepted,
+            "emitted": stats.emitted,
+            "verify_rows": stats.verify_rows,
+            "probes": self.probes,
+            "ceiling_steps": ceiling.steps,
+            "ceiling_emitted": ceiling.emitted,
+            "ceiling_lower": ceiling.lower,
+            "ceiling_upper": ceiling.upper,
+            "cost_steps": errors.steps,
+            "cost_predicted_seconds": errors.predicted,
+            "cost_measured_seconds": errors.measured,
+            "cost_absolute_error_seconds": errors.absolute,
+            "planning_seconds": self.planning_seconds,
+        }
+        counts_G = reliability.count_GK.sum(1)
+        for k in range(self._drafts):
+            sums[f"accepted_at_{k}"] = int(stats.accepted_at[k])
+            sums[f"survival_count_{k}"] = float(counts_G[k])
+            sums[f"survival_predicted_{k}"] = float(reliability.predicted_GK[k].sum())
+            sums[f"survival_actual_{k}"] = float(reliability.labels_GK[k].sum())
+            sums[f"survival_squared_error_{k}"] = float(reliability.squared_G[k])
+        for n, count in enumerate(stats.windows):
+            sums[f"windows_{n}"] = int(count)
+        for n, count in enumerate(stats.lengths):
+            sums[f"lengths_{n}"] = int(count)
+        return {f"draft_{name}": value for name, value in sums.items()}
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _observe_plain(self, step: DraftStep, row: int) -> None:
+        sample = step.samples[row]
+        self.stats.observe_plain()
+        if len(sample.ids) > step.known[row]:
+            self._ceiling.plain(step.keys[row], sample.ids[-1], sample.columns.logprobs[-1])
+
+    def _observe_row(self, step: DraftStep, row: int) -> None:
+        sample, drafts, verdict, proposal = step.samples[row], step.drafts[row], step.verdict, step.proposal
+        assert verdict is not None and proposal is not None
+        if row >= len(step.survival_BG):
+            # There was nothing to draft for.
+            self._observe_plain(step, row)
+            return
+        emitted = len(sample.ids) - step.known[row]
+        whole = verdict.num_accepted[row]
+        accepted = min(whole, step.keep[row])
+        self.stats.observe(proposal.lens[row], len(drafts), accepted, emitted, window=step.keep[row])
+        if self._config.mode == "cap_accept":
+            self._ceiling.exact(emitted, emitted if sample.finish == "stop" else whole + 1)
+        else:
+            self._observe_ceiling(step, row, emitted, accepted)
+
+    def _observe_ceiling(self, step: DraftStep, row: int, emitted: int, accepted: int) -> None:
+        """What the drafts that were not verified would have added. Rejection that trims rows sampled from
+        more than logits over temperature is left out: log p of a draft is not known there."""
+        sample, proposal = step.samples[row], step.proposal
+        assert proposal is not None
+        ids_G = proposal.ids_BG[row, : proposal.lens[row]]
+        log_q = None
+        if self._config.rule == "rejection" and not sample.row.greedy:
+            if self._config.mode == "compact" and not _plain_temperature(sample.row):
+                return
+            log_q = [0.0] * len(ids_G)
+            if proposal.logits_BGV is not None:
+                scaled_GV = proposal.logits_BGV[row, : len(ids_G)].float() / sample.row.temperature
+                log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
+        tokens = sample.ids[step.known[row] :]
+        logprobs = sample.columns.logprobs[len(sample.columns.logprobs) - emitted :]
+        verified = len(step.drafts[row])
+        self._ceiling.step(step.keys[row], ids_G.tolist(), log_q, verified, accepted, tokens, logprobs)
+
+    def _observe_chances(self, step: DraftStep) -> None:
+        verdict, proposal, rows = step.verdict, step.proposal, len(step.survival_BG)
+        assert verdict is not None and proposal is not None
+        verified, chances = [len(drafts) for drafts in step.drafts[:rows]], verdict.chances[:rows]
+        labels_BG = survival_labels(chances, verified, self._drafts)
+        self.reliability.observe(step.survival_BG, labels_BG)
+        for sample, known in zip(step.samples[:rows], chances, strict=True):
+            if known:
+                self._estimate.observe(sample.group.arrival, sample.order, known)
+        expected = sum(float(step.survival_BG[b, :count].sum()) for b, count in enumerate(verified))
+        self.switch.observe(step.plan.step, expected, sum(verdict.num_accepted[:rows]), sum(verified))
+        if self._online is not None and proposal.confidence_BG is not None:
+            self._online.observe(proposal.confidence_BG.double().cpu().numpy(), chances, verified)
+            self._rounds += 1
+            if self._config.recalibrate_every and self._rounds % self._config.recalibrate_every == 0:
+                self._online.refit()
+
+
+def _plain_temperature(row: RowSampling) -> bool:
+    """Whether a token's log-probability is that of logits over temperature and nothing else."""
+    return not (row.truncates or row.may_edit) and row.want.logprobs != "raw"

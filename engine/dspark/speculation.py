@@ -1,0 +1,335 @@
+"""A step that speculates, from the choice of windows to what it taught.
+
+Owns the order of things and the state that lives between steps: which slots the drafter knows, the
+planner with what it reads, the draft states under the target's pages. Ignores how the target runs and
+how tokens reach their samples (`engine.scheduler.loop`), and what is made of outcomes
+(`engine.dspark.record`).
+
+Life of a step: `draft` plans it and may draft; the loop runs the target over rows of 1 + drafts tokens;
+`verify` says what is kept; `commit` gives the drafter every token whose target state exists now,
+prompt chunks and plain rows included; `finish` takes in what became of it.
+
+Shapes: B rows, G drafts, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from engine.dspark.acceptance import Round, Verdict, verify_coupled, verify_rejection
+from engine.dspark.config import DSparkConfig, number_of_drafts
+from engine.dspark.cost_model import CostModel, StepShape
+from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
+from engine.dspark.picks import CoupledPick, RejectionPick
+from engine.dspark.planner import Choice, Outlook, Planner, StepPlan, spend, windows
+from engine.dspark.record import Record
+from engine.dspark.round_noise import RoundNoise
+from engine.dspark.scaling import SurvivalScaling
+from engine.dspark.survival import LaggedSurvivals
+from engine.memory.transfer import send
+from engine.request import Sample
+from engine.sampling.sampler import Sampler
+from engine.scheduler.pages import PageManager
+
+
+@dataclass(slots=True)
+class DraftStep:
+    """One step's rows, those with drafts first.
+
+    `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
+    than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
+    the incarnation of row b's sequence, `known[b]` how many new tokens it had.
+    """
+
+    samples: list[Sample]
+    keys: list[int]
+    known: list[int]
+    anchors: list[int]
+    plan: StepPlan
+    shape: StepShape
+    drafts: list[list[int]] = field(default_factory=list)
+    keep: list[int] = field(default_factory=list)
+    proposal: Proposal | None = None
+    survival_BG: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+    verdict: Verdict | None = None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether any row has drafts to verify."""
+        return any(self.drafts)
+
+    def tokens(self) -> list[list[int]]:
+        """What each row feeds: its anchor and its drafts."""
+        return [[sample.ids[-1], *drafts] for sample, drafts in zip(self.samples, self.drafts, strict=True)]
+
+
+class Speculation:
+    """`context_len` is the target's. One per engine thread."""
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        drafter: Drafter,
+        pages: PageManager,
+        sampler: Sampler,
+        context_len: int,
+        cost: CostModel,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.drafter = drafter
+        self.max_drafts = number_of_drafts(config, drafter.traits)
+        self.scaling = SurvivalScaling(drafter.traits.max_drafts, device)
+        if config.calibration is not None:
+            self.scaling.load(config.calibration, config.rule)
+        self.cost = cost
+        self.record = Record(config, drafter.traits, cost, self.scaling)
+        self.faulty: str | None = None
+        """Why nothing is drafted until the drafter's weights are replaced."""
+        self._pages = pages
+        self._sampler = sampler
+        self._context_len = context_len
+        self._device = device
+        self._planner = Planner(cost, None, probe_every=config.probe_every)
+        self._lagged = LaggedSurvivals()
+        self._step = 0
+        self._residents: dict[int, tuple[int, Sample]] = {}
+        """Slot -> key of the sequence that the drafter was told of, and its sample."""
+
+    # --- planning and drafting ----------------------------------------------------------------
+
+    def draft(self, samples: list[Sample]) -> DraftStep:
+        """Decide on the next step of these rows, each with room for its next token, and draft for it."""
+        began = time.perf_counter()
+        self._step += 1
+        self._adopt(samples)
+        most = self._windows(samples)
+        proposal = None
+        if self.drafter.traits.foreseen and any(most):
+            drafting = [b for b, count in enumerate(most) if count]
+            found = self._propose([samples[b] for b in drafting])
+            for b, count in zip(drafting, found.lens, strict=True):
+                most[b] = min(most[b], count)
+            kept = [row for row, b in enumerate(drafting) if most[b]]
+            proposal = Proposal(found.ids_BG[kept], [found.lens[row] for row in kept])
+        order = sorted(range(len(samples)), key=lambda b: most[b] == 0)
+        samples, most = [samples[b] for b in order], [most[b] for b in order]
+        step = self._plan(samples, most)
+        self.record.planning_seconds += time.perf_counter() - began
+        if step.plan.drafting:
+            self._fill(step, most, proposal)
+        else:
+            step.drafts, step.keep = [[] for _ in samples], [0] * len(samples)
+        return step
+
+    def _adopt(self, samples: list[Sample]) -> None:
+        """Tell the drafter who came and who has gone since the last step."""
+        present = {_slot(sample): (_key(sample), sample) for sample in samples}
+        for slot, (key, sample) in list(self._residents.items()):
+            if slot not in present or present[slot][0] != key:
+                self.drafter.release(slot)
+                self.record.forget(key, sample)
+                del self._residents[slot]
+        for slot, (key, sample) in present.items():
+            if slot not in self._residents:
+                self.drafter.admit(slot, sample.tokens())
+                self._residents[slot] = (key, sample)
+
+    def _windows(self, samples: list[Sample]) -> list[int]:
+        """The most drafts each row may verify, within its length, the contexts and the pages it can get."""
+        traits = self.drafter.traits
+        if self.faulty is not None:
+            return [0] * len(samples)
+        context = min(traits.context_len, self._context_len, self.config.max_context or self._context_len)
+        anchors = [sample.length - 1 for sample in samples]
+        remaining = [sample.remaining for sample in samples]
+        most = windows(self.max_drafts, remaining, anchors, self._context_len, context, traits.block)
+        for b, sample in enumerate(samples):
+            assert sample.sequence is not None
+            wanted = anchors[b] + max(traits.block, 1 + most[b])
+            if most[b] and not self._pages.reserve(sample.sequence, wanted):
+                room = self._pages.room(sample.sequence) - anchors[b]
+                most[b] = 0 if room < traits.block else min(most[b], room - 1)
+        return most
+
+    def _plan(self, samples: list[Sample], most: list[int]) -> DraftStep:
+        """The step without drafts, but with its budget."""
+        rows, total = len(samples), sum(most)
+        context_B = np.array([sample.length for sample in samples], dtype=np.float64)
+        keys = [_key(sample) for sample in samples]
+        outlook = Outlook(
+            survival_BG=np.stack(
+                [
+                    self.record.prior(sample) if (known := self._lagged.known(self._step, key)) is None else known
+                    for sample, key in zip(samples, keys, strict=True)
+                ]
+            )[:, : self.max_drafts],
+            least_B=np.minimum(self.config.least, most),
+            most_B=np.array(most),
+            context_B=context_B,
+            tokens_read=_distinct_tokens(samples),
+        )
+        if self.config.mode == "compact":
+            choice = self._planner.choose(outlook, self.record.switch.allows(self._step, rows))
+        else:
+            drafting = total > 0 and (self.config.max_rows is None or rows <= self.config.max_rows)
+            budget = total if drafting else 0
+            if drafting and self.config.mode == "cap_accept":
+                budget = self._planner.choose(outlook).budget
+            choice = Choice(drafting, budget, rows + (total if drafting else 0), 0.0, 0.0)
+        slots = [_slot(sample) for sample in samples]
+        return DraftStep(
+            samples=samples,
+            keys=keys,
+            known=[len(sample.ids) for sample in samples],
+            anchors=[sample.length - 1 for sample in samples],
+            plan=StepPlan(
+                step=self._step,
+                slots=slots,
+                drafting=choice.drafting,
+                budget=choice.budget,
+                tier=choice.tier,
+                lens=[0] * rows,
+                probe=choice.probe,
+            ),
+            shape=StepShape(rows, rows, choice.drafting, outlook.tokens_read, float(context_B.sum())),
+        )
+
+    def _fill(self, step: DraftStep, most: list[int], proposal: Proposal | None) -> None:
+        """Draft, and spend the budget over what came of it."""
+        members = sum(count > 0 for count in most)
+        samples = step.samples[:members]
+        if proposal is None:
+            proposal = self._propose(samples)
+        most = [min(count, found) for count, found in zip(most[:members], proposal.lens, strict=True)]
+        if proposal.confidence_BG is None:
+            step.survival_BG = np.stack([self.record.prior(sample) for sample in samples])
+        else:
+            step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
+            self._lagged.note(self._step, [_key(sample) for sample in samples], step.survival_BG)
+        most_B, least_B = torch.tensor(most), torch.tensor(self.config.least)
+        survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
+        lens = spend(survival_BG, least_B.clamp(max=most_B), most_B, step.plan.budget).tolist()
+        rest = [0] * (len(step.samples) - members)
+        step.plan = step.plan.spent(lens + rest)
+        step.keep = lens + rest
+        verified = lens if self.config.mode == "compact" else most
+        ids_BG = proposal.ids_BG.tolist()
+        step.drafts = [ids[:count] for ids, count in zip(ids_BG, verified, strict=True)] + [[] for _ in rest]
+        step.proposal = proposal
+        counts_B = np.array([1 + len(drafts) for drafts in step.drafts])
+        contexts_B = np.array([sample.length for sample in step.samples])
+        step.shape = replace(step.shape, tier=int(counts_B.sum()), context_queries=float((contexts_B * counts_B).sum()))
+
+    def _propose(self, samples: list[Sample]) -> Proposal:
+        traits, page_size = self.drafter.traits, self._pages.page_size
+        anchors, slots = [sample.length - 1 for sample in samples], [_slot(sample) for sample in samples]
+        width = -(-(max(anchors) + max(1, traits.block)) // page_size)
+        return self.drafter.propose(
+            DraftRows(
+                slots=slots,
+                anchor_ids_B=send(np.array([sample.ids[-1] for sample in samples], dtype=np.int64), self._device),
+                positions_B=send(np.array(anchors, dtype=np.int64), self._device),
+                page_tables_BP=send(self._pages.table.pages_SP[slots, :width], self._device),
+                pick=self._pick(samples, anchors),
+            )
+        )
+
+    def _pick(self, samples: list[Sample], anchors: list[int]) -> Pick:
+        rows = [sample.row for sample in samples]
+        if self.config.rule == "coupled":
+            return CoupledPick(rows, anchors, self._sampler)
+        return RejectionPick(rows, anchors, self._noise(samples, anchors))
+
+    def _noise(self, samples: list[Sample], anchors: list[int]) -> RoundNoise:
+        ids = [noise_id(sample.group.request.group_id, sample.index) for sample in samples]
+        return RoundNoise([sample.row.seed for sample in samples], ids, anchors, self._device)
+
+    # --- what the target said -----------------------------------------------------------------
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs `commit` needs."""
+        return self.drafter.traits.captured_layers
+
+    def verify(self, step: DraftStep, logits_RV: torch.Tensor) -> list[int]:
+        """Drafts of each row that are kept; `step.verdict` has the tokens. `logits_RV` are those of all rows'
+        tokens, in order."""
+        assert step.proposal is not None, "nothing was drafted"
+        rows = [sample.row for sample in step.samples]
+        ids_BG = step.proposal.ids_BG
+        missing = len(rows) - len(ids_BG)
+        if missing:
+            ids_BG = torch.cat((ids_BG, ids_BG.new_zeros(missing, ids_BG.shape[1])))
+        round = Round(rows, step.anchors, ids_BG, [len(drafts) for drafts in step.drafts])
+        if self.config.rule == "coupled":
+            step.verdict = verify_coupled(logits_RV, round, self._sampler)
+        else:
+            round.logits_BGV = step.proposal.logits_BGV
+            step.verdict = verify_rejection(logits_RV, round, self._noise(step.samples, step.anchors))
+        return [min(pair) for pair in zip(step.verdict.num_accepted, step.keep, strict=True)]
+
+    def commit(
+        self,
+        batch: ForwardBatch,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        kept: Sequence[int],
+        features: dict[int, torch.Tensor],
+    ) -> None:
+        """The first `kept[b]` of each request's `counts[b]` tokens in `batch` are part of it for good."""
+        ids_T, positions_T, write_slots_T = batch.input_ids_T, batch.positions_T, batch.write_slots_T
+        if list(kept) != list(counts):
+            starts = np.cumsum([0, *counts[:-1]])
+            places = [start + place for start, count in zip(starts, kept, strict=True) for place in range(count)]
+            places_T = send(np.array(places, dtype=np.int64), self._device)
+            ids_T, positions_T, write_slots_T = ids_T[places_T], positions_T[places_T], write_slots_T[places_T]
+            features = {layer: value[places_T] for layer, value in features.items()}
+        self.drafter.commit(Committed(slots, kept, ids_T, positions_T, write_slots_T, features))
+
+    def finish(self, step: DraftStep, seconds: float | None) -> None:
+        """The step's tokens are with their samples. `seconds` is what it took, None where it did more than
+        this."""
+        self.record.observe(step, seconds)
+
+    # --- changes between steps ------------------------------------------------------------------
+
+    def new_policy(self) -> None:
+        """The target has other weights: what was learnt of acceptance counts for less."""
+        self.record.new_policy()
+
+    def new_drafter(self) -> None:
+        """The drafter has other weights, whole ones. States of cached tokens stay those of the old ones:
+        that costs acceptance where they are met, and nothing else."""
+        self.faulty = None
+        self._lagged = LaggedSurvivals()
+        self.record.new_drafter()
+
+
+def noise_id(group_id: str, index: int) -> int:
+    """What tells apart the rejection noise of samples that share a seed: uint64 of their full name."""
+    name = hashlib.blake2b(f"{group_id}/{index}".encode(), digest_size=8)
+    return int.from_bytes(name.digest(), "little")
+
+
+def _distinct_tokens(samples: list[Sample]) -> float:
+    """Tokens in all contexts, a group's prompt counted once."""
+    prompts = {sample.group.arrival: len(sample.group.prompt) for sample in samples}
+    return float(sum(len(sample.ids) for sample in samples) + sum(prompts.values()))
+
+
+def _slot(sample: Sample) -> int:
+    assert sample.sequence is not None
+    return sample.sequence.slot
+
+
+def _key(sample: Sample) -> int:
+    assert sample.sequence is not None
+    return sample.sequence.key

@@ -18,7 +18,7 @@ from engine.attention.fixed_prefixes import lay_out_fixed
 from engine.batch import SharedPrefix
 from engine.kernels.attention_tile import ceil_div, power_of_two
 from engine.kernels.decode_attention import States, TileConfig
-from engine.kernels.decode_pieces import LONG, SHORT, cut_pieces, whole_pieces
+from engine.kernels.decode_pieces import SHORT, cut_pieces, whole_pieces
 from engine.kernels.decode_work import ITEM, cut_rows
 from engine.memory.transfer import staged
 
@@ -37,8 +37,8 @@ MIN_SAVED_SEGMENT_BYTES = 256 << 10
 WAVES = 2
 """Programs a multiprocessor should have to choose from where rows are few or of unequal length."""
 
-FIXED_SPLITS = LONG // SHORT
-"""Items of a row's tail in the deterministic engine, at most."""
+FIXED_SPLITS = 4
+"""Items of a row's tail in the deterministic engine, at most; only long rows' tails have more than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +264,7 @@ def decode_buffers(
         max_pieces = ceil_div(max_rows, per_tile) + max_rows // 4 + ceil_div(2 * size.processors, size.num_kv_heads)
     num_items = max_rows * FIXED_SPLITS if fixed else max_rows + extra
     if fixed:
+        assert SHORT % prefix_tiles.block_n == 0, f"pieces of {SHORT} in tiles of {prefix_tiles.block_n}"
         num_states = max(1, whole_pieces(tables.shape[1] * size.page_size))
         max_pieces = max_rows * num_states
     pieces = max_pieces if shared or fixed else 0

@@ -23,7 +23,7 @@ from engine.kernels.attention_tile import power_of_two
 SHORT = 256
 """Tokens of a piece. Short ones let short prompts share."""
 
-LONG = 1024
+LONG = 2048
 """Tokens of a piece from LONG_FROM on, which keeps the number of states of long rows low. A row's tail
 is shorter than the piece it would become, or as long."""
 

@@ -47,7 +47,7 @@ def test_deterministic_steps_share_prefixes_and_equal_plain_ones(t_full, monkeyp
     without the device, and the same log-probabilities either way."""
     for module in (decode_pieces, decode_metadata):
         monkeypatch.setattr(module, "SHORT", 16)
-        monkeypatch.setattr(module, "LONG", 64)
+    monkeypatch.setattr(decode_pieces, "LONG", 64)
     monkeypatch.setattr(decode_pieces, "LONG_FROM", 64)
     work = [ask("group", prompt(46), n=2, max_new=4, temperature=1.0, seed=3)]
 

@@ -42,10 +42,10 @@ class Checkpoint:
 
 def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """A Hugging Face folder with weights, configuration and tokenizer, put in place whole."""
-    partial = _partial(folder)
+    partial = partial_folder(folder)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    _put_in_place(partial, folder)
+    put_in_place(partial, folder)
 
 
 def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -64,40 +64,43 @@ def save_checkpoint(
     model = trainer.model
     assert isinstance(model, PreTrainedModel), "a checkpoint needs a transformers model"
     folder = root / f"step-{step:06d}"
-    partial = _partial(folder)
+    partial = partial_folder(folder)
     save_policy(partial / "policy", model, tokenizer)
     torch.save(trainer.state_dict(), partial / "trainer.pt")
     (partial / "run.json").write_text(json.dumps(run, indent=1))
-    _put_in_place(partial, folder)
-    for _, old in sorted(_found(root))[:-keep]:
+    put_in_place(partial, folder)
+    for _, old in sorted(numbered(root))[:-keep]:
         shutil.rmtree(old)
     return folder
 
 
 def latest_checkpoint(root: Path) -> Checkpoint:
     """The newest checkpoint under `root`; raises `InvalidRequest` where there is none."""
-    found = sorted(_found(root))
+    found = sorted(numbered(root))
     if not found:
         raise InvalidRequest(field="resume", expected="a folder with a checkpoint", actual=root)
     folder = found[-1][1]
     return Checkpoint(folder, json.loads((folder / "run.json").read_text()))
 
 
-def _found(root: Path) -> list[tuple[int, Path]]:
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """Checkpoints under `root` by their step."""
     if not root.is_dir():
         return []
     matches = [(match, path) for path in root.iterdir() if (match := _NAME.match(path.name))]
     return [(int(match.group(1)), path) for match, path in matches]
 
 
-def _partial(folder: Path) -> Path:
+def partial_folder(folder: Path) -> Path:
+    """A fresh place beside `folder` to build it in."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
+def put_in_place(partial: Path, folder: Path) -> None:
+    """`partial` becomes `folder`, which exists whole or not at all."""
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)

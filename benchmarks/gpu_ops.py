@@ -25,7 +25,7 @@ from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
 from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
-from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.sample_epilogue import Warps, sample_rows
 from engine.kernels.sample_reference import sample_rows_reference
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
@@ -204,6 +204,9 @@ KINDS: dict[str, dict[str, float]] = {
     "top-k 50": {"top_k": 50},
     "top-p 0.95": {"top_p": 0.95},
     "k 50, p 0.95, min-p": {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+    "top-k 1000": {"top_k": 1000},
+    "top-p 0.99, T 1.2": {"top_p": 0.99, "temperature": 1.2},
+    "min-p 0.05": {"min_p": 0.05},
 }
 
 
@@ -212,7 +215,7 @@ def sampling_cases() -> Iterator[Case]:
     plan = [("8b", 151_936, batch, kind, dtype, True) for batch in (256,) for kind in KINDS for dtype in (BF16,)]
     plan += [("8b", 151_936, batch, "T=1", BF16, True) for batch in (1, 32, 512)]
     plan += [("8b", 151_936, 512, "T=1", torch.float32, True), ("8b", 151_936, 1, "top-p 0.95", BF16, True)]
-    plan += [("8b flat", 151_936, 256, kind, BF16, False) for kind in ("T=1", "top-p 0.95")]
+    plan += [("8b flat", 151_936, 256, kind, BF16, False) for kind in list(KINDS)[1:]]
     plan += [("smol", 49_152, batch, kind, BF16, True) for batch in (1, 256) for kind in ("T=1", "top-p 0.95")]
     for name, vocab, batch, kind, dtype, peaked in plan:
         yield sampling_case(f"sample {name} b{batch} {kind} {str(dtype)[6:]}", vocab, batch, kind, dtype, peaked)
@@ -229,16 +232,16 @@ def sampling_case(name: str, vocab: int, batch: int, kind: str, dtype: torch.dty
     columns, out = sampling_columns(batch, **KINDS[kind]), SampleOut.empty(batch, "cuda")
     truncated = not kind.startswith(("T=", "greedy"))
     spaces = {tile: SampleWorkspace.empty(batch, vocab, "cuda", tile=tile) for tile in (1024, 2048, 4096)}
-    choices = [(2048, 4, 16, 8, 8), (4096, 8, 16, 8, 8)]
+    choices = [(2048, Warps()), (2048, Warps(scan=2, bounds=2)), (2048, Warps(level=4, cut=8))]
     if not truncated:
-        choices = [(1024, 2, 16, 8, 4), (2048, 4, 16, 8, 8), (2048, 8, 16, 8, 4)]
+        choices = [(1024, Warps(scan=2)), (2048, Warps(scan=2)), (2048, Warps()), (4096, Warps(scan=4))]
     variants = {}
-    for tile, *warps in choices:
+    for tile, warps in choices:
 
-        def run(i: int, tile: int = tile, warps=tuple(warps)) -> object:
+        def run(i: int, tile: int = tile, warps: Warps = warps) -> object:
             return sample_rows(logits[i], columns, out, spaces[tile], truncated, warps=warps)
 
-        variants[f"{tile}/w{'.'.join(map(str, warps))}"] = run
+        variants[f"{tile}/w{warps.scan}.{warps.level}.{warps.cut}.{warps.bounds}"] = run
 
     def check() -> float:
         few = min(batch, 16)

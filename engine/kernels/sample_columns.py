@@ -17,10 +17,12 @@ TILE = 2048
 """Token ids one program of the scan reads."""
 PARTS = 8
 """Equal parts of a tile whose maxima are noted for truncated rows."""
-CANDIDATES = 1024
-"""Ids among which a truncated row is cut by sorting, and fewer for small vocabularies."""
-NUM_STATS = 7
-RECORD = 8
+SHORT = 1024
+"""Ids of a list in which a truncated row is cut and drawn at once, and fewer for small vocabularies."""
+LONGER = 8
+"""Times as many ids of a list in which it is cut alone."""
+NUM_STATS = 9
+RECORD = 10
 
 
 @dataclass(slots=True)
@@ -121,19 +123,24 @@ class SampleOut:
 @dataclass(slots=True)
 class SampleWorkspace:
     """Scratch for at most `rows` rows: statistics by tile, maxima by part of a tile, the record of a
-    truncated row, and its candidates. The logits themselves are never copied."""
+    truncated row, and the list of its ids near the cut. The logits themselves are never copied."""
 
     stats_BNT: torch.Tensor
     maxima_BT: torch.Tensor
     record_BR: torch.Tensor
-    candidate_ids_BL: torch.Tensor
-    candidate_values_BL: torch.Tensor
+    found_B: torch.Tensor
+    list_ids_BL: torch.Tensor
+    list_values_BL: torch.Tensor
     tile: int
+
+    @property
+    def short(self) -> int:
+        return self.list_ids_BL.shape[1] // LONGER
 
     @staticmethod
     def empty(rows: int, vocab_size: int, device: torch.device | str, tile: int = TILE) -> SampleWorkspace:
         tiles = -(-vocab_size // tile)
-        candidates = min(CANDIDATES, max(16, 1 << (vocab_size // 16).bit_length()))
+        listed = LONGER * min(SHORT, max(16, 1 << (vocab_size // 16).bit_length()))
 
         def space(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -142,7 +149,8 @@ class SampleWorkspace:
             space(rows, NUM_STATS, tiles),
             space(rows, tiles * PARTS),
             space(rows, RECORD, dtype=torch.float64),
-            space(rows, candidates, dtype=torch.int32),
-            space(rows, candidates),
+            space(rows, dtype=torch.int32),
+            space(rows, listed, dtype=torch.int32),
+            space(rows, listed),
             tile,
         )

@@ -6,7 +6,7 @@ leaves an fp32 upper bound per tile of the vocabulary; here tiles are evaluated 
 descending order of their bounds until no other can win, so the token equals the host's unless two
 scores differ by less than the two machines' float64 logarithms do.
 
-Two launches, four where a row may be truncated; all of fixed shape, without host synchronisation,
+Two launches, seven where a row may be truncated; all of fixed shape, without host synchronisation,
 and reductions are ordered. Shapes: B rows, V vocabulary, T tiles.
 """
 
@@ -16,18 +16,38 @@ and reductions are ordered. Shapes: B rows, V vocabulary, T tiles.
 # ruff: noqa: SIM102
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.sample_bounds import sample_bounds_kernel
 from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_cut import sample_cut_kernel
 from engine.kernels.sample_edits import INF, edits_of, row_values
+from engine.kernels.sample_level import (
+    CUT,
+    DRAWN,
+    LAST_TIED,
+    MASS,
+    RECORD_MOMENT,
+    RECORD_WIDTH,
+    SCORE,
+    STATE,
+    TOKEN,
+    parts_reaching,
+    sample_level_kernel,
+)
+from engine.kernels.sample_list import sample_list_kernel
 from engine.kernels.sample_reference import sample_rows_reference
 from engine.kernels.sample_scan import (
     BEST,
     BY_PROCESSED,
     BY_RAW,
     GREEDY,
+    KEPT_MOMENT,
+    KEPT_SUM,
     MAX,
     MOMENT,
     RAW_MAX,
@@ -43,18 +63,6 @@ from engine.kernels.sample_scan import (
     tile_words,
     truncates,
 )
-from engine.kernels.sample_shortlist import (
-    CUT,
-    DRAWN,
-    LAST_TIED,
-    MASS,
-    RECORD_MOMENT,
-    RECORD_WIDTH,
-    SCORE,
-    TOKEN,
-    parts_reaching,
-    sample_shortlist_kernel,
-)
 from engine.kernels.sample_threshold import is_kept, sample_threshold_kernel
 
 __all__ = ["sample_rows", "sample_rows_reference"]
@@ -68,6 +76,12 @@ def _weighted(stats_ptr, maxima_T, highest, inverse, at, tiles, WHICH: tl.conste
     sums_T = tl.load(stats_ptr + WHICH * tiles + at, mask=at < tiles, other=0.0).to(tl.float64)
     factors_T = tl.exp((maxima_T - highest).to(tl.float64) * inverse)
     return tl.sum(tl.where(sums_T == 0.0, 0.0, sums_T * factors_T), 0)
+
+
+@triton.jit
+def _plain(stats_ptr, at, tiles, WHICH: tl.constexpr):
+    """float64 sum of a column that is relative to the row's maximum."""
+    return tl.sum(tl.load(stats_ptr + WHICH * tiles + at, mask=at < tiles, other=0.0).to(tl.float64), 0)
 
 
 @triton.jit
@@ -121,13 +135,18 @@ def sample_pick_kernel(
     lowest = temperature * 0.0 - INF
     threshold, last_tied = lowest, V
     best, token = lowest, 0
+    kept_total, kept_moment = total, total * 0.0
     bound = tl.where(good, tl.max(bounds_T, 0), -INF)
     if truncated & good:
         threshold = tl.load(record_ptr + CUT)
         last_tied = tl.load(record_ptr + LAST_TIED).to(tl.int32)
-        if tl.load(record_ptr + DRAWN) != 0.0:
+        if tl.load(record_ptr + STATE) == DRAWN:
             best, token = tl.load(record_ptr + SCORE), tl.load(record_ptr + TOKEN).to(tl.int32)
             bound = -INF
+            kept_total, kept_moment = tl.load(record_ptr + MASS), tl.load(record_ptr + RECORD_MOMENT)
+        else:
+            kept_total = _plain(stats_ptr, at, tiles, KEPT_SUM)
+            kept_moment = _plain(stats_ptr, at, tiles, KEPT_MOMENT)
     while (bound > -INF) & (bound + (tl.abs(bound) + 32.0) * 1e-6 >= best):
         tile = tl.min(tl.where(bounds_T == bound, at, TILES), 0)
         ids = tile_ids(tile, TILE)
@@ -157,9 +176,6 @@ def sample_pick_kernel(
     scaled, processed = logprob, logprob
     if not greedy:
         scaled = (raw - raw_highest) * inverse - tl.log(scaled_total)
-        kept_total = total
-        if truncated & good:
-            kept_total = tl.load(record_ptr + MASS)
         processed = (value - highest) * inverse - tl.log(kept_total)
     if not EVERY:
         if (definition != BY_RAW) & (temperature != 1.0):
@@ -179,8 +195,21 @@ def sample_pick_kernel(
             if definition == BY_PROCESSED:
                 sum_of, moment = total, _moment(stats_ptr, maxima_T, highest, inverse, at, tiles, SUM)
                 if truncated & good:
-                    sum_of, moment = tl.load(record_ptr + MASS), tl.load(record_ptr + RECORD_MOMENT)
+                    sum_of, moment = kept_total, kept_moment
         tl.store(entropy_ptr + row, tl.where(good, tl.log(sum_of) - moment / sum_of, nan).to(tl.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Warps:
+    """Warps of each kernel's programs; 0 leaves the choice to the tile's size."""
+
+    scan: int = 0
+    level: int = 8
+    list: int = 4
+    cut: int = 16
+    threshold: int = 8
+    bounds: int = 0
+    pick: int = 8
 
 
 def sample_rows(
@@ -190,14 +219,14 @@ def sample_rows(
     workspace: SampleWorkspace,
     truncated: bool = True,
     every: bool = True,
-    warps: tuple[int, int, int, int] | None = None,
+    warps: Warps | None = None,
 ) -> SampleOut:
     """Draw one id per row of `logits_BV` (bf16, fp16 or fp32; rows contiguous), into `out`.
 
-    `truncated=False` promises that no active row has top-k, top-p or min-p, and saves two launches.
+    `truncated=False` promises that no active row has top-k, top-p or min-p, and saves five launches.
     `every=False` leaves NaN in `raw_B` and
     `lse_B` where temperature and definition do not call for them, and saves an exponential an id.
-    Allocates nothing. `warps` are those of the four kernels.
+    Allocates nothing. `warps` are those of the kernels.
     """
     rows, vocab = logits_BV.shape
     tiles, tile = workspace.stats_BNT.shape[2], workspace.tile
@@ -225,27 +254,50 @@ def sample_rows(
     stats, record = workspace.stats_BNT, workspace.record_BR
     modes = dict(TILE=tile, HAS_SLOTS=columns.slots_B is not None, EDITS=edits is not None, enable_fp_fusion=False)
     wants = dict(DEFINED=columns.definition_S is not None, EVERY=every or entropy, ENTROPY=entropy)
-    scan_warps, list_warps, threshold_warps, pick_warps = warps or (max(1, tile // 512), 16, 8, 8)
+    warps = warps or Warps()
     sample_scan_kernel[(tiles, rows)](
         logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants,
-        num_warps=scan_warps,
+        num_warps=warps.scan or max(1, tile // 512),
     )  # fmt: skip
     modes["TILES"] = triton.next_power_of_2(tiles)
     if truncated:
-        candidates = workspace.candidate_ids_BL.shape[1]
-        sample_shortlist_kernel[(rows,)](
-            logits_BV, stats, workspace.maxima_BT, record, workspace.candidate_ids_BL, workspace.candidate_values_BL,
-            *head, *changes, *shape, **modes, CHUNK=max(tile, min(8192, tile * modes["TILES"])), L=candidates,
-            REACHING=parts_reaching(tiles * PARTS, candidates // 2), num_warps=list_warps,
-        )  # fmt: skip
-        sample_threshold_kernel[(rows,)](
-            logits_BV, stats, record, *head, *changes, *shape,
-            **modes, CHUNK=min(tile, 128 * threshold_warps), num_warps=threshold_warps,
-        )  # fmt: skip
+        _cut_rows(logits_BV, workspace, (*head, *changes), shape, modes, warps)
     columns_out = (out.ids_B, out.raw_B, out.temperature_B, out.processed_B, out.lse_B, out.score_B, out.bad_B)
     sample_pick_kernel[(rows,)](
         logits_BV, stats, record, *head, definition, *changes,
         *columns_out, out.entropy_B if entropy else nothing, *shape,
-        **modes, **wants, num_warps=pick_warps,
+        **modes, **wants, num_warps=warps.pick,
     )  # fmt: skip
     return out
+
+
+def _cut_rows(
+    logits_BV: torch.Tensor, workspace: SampleWorkspace, given: tuple, shape: tuple, modes: dict, warps: Warps
+) -> None:
+    """Which ids the truncated rows keep, and the tokens of those that keep few."""
+    rows, tiles, tile = logits_BV.shape[0], workspace.stats_BNT.shape[2], workspace.tile
+    stats, record, found = workspace.stats_BNT, workspace.record_BR, workspace.found_B
+    lists, long = (workspace.list_ids_BL, workspace.list_values_BL), workspace.list_ids_BL.shape[1]
+    rest = {name: value for name, value in modes.items() if name != "TILE"}
+    sample_level_kernel[(rows,)](
+        logits_BV, stats, workspace.maxima_BT, record, found, *given, *shape, **rest, LONG=long,
+        REACHING=parts_reaching(tiles * PARTS, workspace.short // 2), num_warps=warps.level,
+    )  # fmt: skip
+    sample_list_kernel[(tiles, rows)](
+        logits_BV, stats, workspace.maxima_BT, record, found, *lists, *given, *shape, **modes, LONG=long,
+        num_warps=warps.list,
+    )  # fmt: skip
+    slots, _active, temperature, top_k, top_p, min_p, seed, position, *_ = given
+    first_id, _stride, vocab, _tiles = shape
+    sample_cut_kernel[(rows,)](
+        stats, record, found, *lists, slots, temperature, top_k, top_p, min_p, seed, position, first_id, vocab, tiles,
+        TILES=modes["TILES"], SHORT=workspace.short, LONG=long, HAS_SLOTS=modes["HAS_SLOTS"], num_warps=warps.cut,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    sample_threshold_kernel[(rows,)](
+        logits_BV, stats, record, *given, *shape, **modes, CHUNK=min(tile, 128 * warps.threshold),
+        num_warps=warps.threshold,
+    )  # fmt: skip
+    sample_bounds_kernel[(tiles, rows)](
+        logits_BV, stats, record, *given, *shape, **modes, num_warps=warps.bounds or max(1, tile // 512)
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 Owns reading the logits once and what one tile contributes: maxima, sums of exponentials, and an upper
 bound of its best perturbed logit; for truncated rows the maxima of a tile's parts instead of the bound.
 Ignores which token wins (`engine.kernels.sample_epilogue`), truncation
-(`engine.kernels.sample_shortlist`) and what edits are (`engine.kernels.sample_edits`).
+(`engine.kernels.sample_level`) and what edits are (`engine.kernels.sample_edits`).
 
 A token's weight exp((l - max) / T) divided by its exponential E = -log(1 - u) orders ids as their
 perturbed logits do. The bound replaces 1 / E by something a little larger (`largest_ratio`). Weights
@@ -35,7 +35,9 @@ MAX = tl.constexpr(3)
 SUM = tl.constexpr(4)
 MOMENT = tl.constexpr(5)
 BEST = tl.constexpr(6)
-STATS = tl.constexpr(7)
+KEPT_SUM = tl.constexpr(7)
+KEPT_MOMENT = tl.constexpr(8)
+STATS = tl.constexpr(9)
 PARTS = tl.constexpr(_PARTS)
 GREEDY = tl.constexpr(GREEDY_BELOW)
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,8 +1,8 @@
 """Where a truncated row is cut: top-k, top-p and min-p without sorting.
 
 Owns the exact search for the lowest value kept and, among ids that tie there, the last one kept,
-as `engine.sampling.truncate` defines them; then the bounds of the tiles that keep any id. For rows that
-keep too many ids for `engine.kernels.sample_shortlist`; all others it leaves at once.
+as `engine.sampling.truncate` defines them; in one program per row. For rows whose bracket
+`engine.kernels.sample_level` misjudged, or whose ties no list holds; all others it leaves at once.
 
 The search keeps two logits a <= t <= b around the threshold t. Each pass counts ids and mass at or
 above PIVOTS values between them, then moves a and b to the nearest logits that still enclose t.
@@ -20,29 +20,22 @@ import triton.language as tl
 
 from engine.kernels.fast_math import fast_exp2
 from engine.kernels.sample_edits import INF, edits_of, row_values
+from engine.kernels.sample_level import (
+    CUT,
+    KNOWN,
+    LAST_TIED,
+    LOG_TINY,
+    LOW,
+    OPEN,
+    RECORD_WIDTH,
+    STATE,
+    log_floor_of,
+    row_total,
+)
 from engine.kernels.sample_scan import (
-    BEST,
-    GREEDY,
     LOG2_E,
     MAX,
     STATS,
-    bound_of,
-    largest_ratio,
-    slot_of,
-    tile_ids,
-    tile_words,
-    truncates,
-)
-from engine.kernels.sample_shortlist import (
-    CUT,
-    DRAWN,
-    LAST_TIED,
-    LOG_TINY,
-    MASS,
-    RECORD_MOMENT,
-    RECORD_WIDTH,
-    log_floor_of,
-    row_total,
 )
 
 PIVOTS = tl.constexpr(8)
@@ -162,23 +155,19 @@ def sample_threshold_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
-    if slot < 0:
-        return
-    wide_temperature = tl.load(temperature_ptr + slot)
-    if not truncates(slot, wide_temperature < GREEDY, top_k_ptr, top_p_ptr, min_p_ptr):
-        return
     record_ptr += row * RECORD_WIDTH
-    if tl.load(record_ptr + DRAWN) != 0.0:
+    if (tl.load(record_ptr + STATE) != OPEN) | (tl.load(record_ptr + LOW) == INF):
         return
+    slot = row
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    wide_temperature = tl.load(temperature_ptr + slot)
     top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     stats_ptr += row * (STATS * tiles)
     maxima_ptr = stats_ptr + MAX * tiles
     at_T = tl.arange(0, TILES)
     maxima_T = tl.load(maxima_ptr + at_T, mask=at_T < tiles, other=-INF)
     highest = tl.max(maxima_T, 0)
-    if (highest == INF) | (highest == -INF) | (highest != highest):
-        return
     inverse = 1.0 / wide_temperature.to(tl.float32)
     scale = inverse * LOG2_E
     position = tl.load(position_ptr + slot)
@@ -220,34 +209,6 @@ def sample_threshold_kernel(
         cut = floor
     elif kept < equal:
         last_tied = last_tied_of(logits_ptr, maxima_ptr, at, V, tiles, edits, threshold, kept, TILE, EDITS)
-    _bound_kept(
-        logits_ptr, stats_ptr, record_ptr, at, V, tiles, edits, cut, last_tied, highest, inverse,
-        tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, TILE, EDITS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _bound_kept(
-    logits_ptr, stats_ptr, record_ptr, at, V, tiles, edits, cut, last_tied, highest, inverse, seed, position, first_id,
-    TILE: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
-    """Each tile's bound over the ids kept, their mass, and its first moment."""
-    mass_N8 = tl.zeros((TILE // 8, 8), tl.float32)
-    moment_N8 = tl.zeros((TILE // 8, 8), tl.float32)
-    for tile in range(tiles):
-        best = -INF
-        if tl.load(stats_ptr + MAX * tiles + tile).to(tl.float64) >= cut:
-            ids = tile_ids(tile, TILE)
-            values = row_values(logits_ptr, at, V, ids, edits, EDITS)
-            kept = is_kept(values, ids, cut, last_tied)
-            exponent = tl.where(kept, (values - highest) * inverse, -INF)
-            weights = fast_exp2(exponent * LOG2_E)
-            mass_N8 += weights
-            moment_N8 += tl.where(weights > 0.0, weights * exponent, 0.0)
-            words = tile_words(seed, position, first_id, tile, TILE)
-            best = bound_of(largest_ratio(weights, words), highest, inverse)
-        tl.store(stats_ptr + BEST * tiles + tile, best)
     tl.store(record_ptr + CUT, cut)
     tl.store(record_ptr + LAST_TIED, (last_tied * 1.0).to(tl.float64))
-    tl.store(record_ptr + MASS, tl.sum(tl.sum(mass_N8.to(tl.float64), 1), 0))
-    tl.store(record_ptr + RECORD_MOMENT, tl.sum(tl.sum(moment_N8.to(tl.float64), 1), 0))
+    tl.store(record_ptr + STATE, cut * 0.0 + KNOWN)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_edits import INF, edits_of, row_values
+from engine.kernels.sample_level import CUT, LAST_TIED, RECORD_WIDTH
 from engine.kernels.sample_scan import (
     BY_PROCESSED,
     BY_RAW,
@@ -31,7 +32,6 @@ from engine.kernels.sample_scan import (
     slot_of,
     truncates,
 )
-from engine.kernels.sample_shortlist import CUT, LAST_TIED, RECORD_WIDTH
 from engine.kernels.sample_threshold import is_kept, last_tied_of, search, tally_around
 from engine.memory.device_table import DeviceTable
 

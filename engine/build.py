@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters import Adapters
 from engine.attention.base import AttentionBackend
 from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
@@ -60,6 +61,7 @@ class Parts:
     sampler: Sampler
     memory: MemoryTags
     counters: EngineCounters
+    adapters: Adapters
     layout: str
     """Cache key of the stored states' arrangement."""
     drafter_model: WeightedModel | None = None
@@ -110,6 +112,15 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         sampler=sampler,
         memory=MemoryTags(arena, pool, cache, None if drafter is None else drafter.arena, draft_pool),
         counters=EngineCounters(),
+        adapters=Adapters(
+            config.adapters,
+            model,
+            dtype,
+            device,
+            cache,
+            config.deterministic,
+            "a CPU engine: the fused path has no adapters" if isinstance(runner, FusedRunner) else None,
+        ),
         layout=f"{config.dtype}/{page_size}",
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,

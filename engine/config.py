@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from engine.dspark.config import DSparkConfig
 from engine.errors import InvalidRequest
+from lora.config import AdapterConfig
 
 Auto = Literal["auto"]
 C = TypeVar("C")
@@ -55,7 +56,8 @@ class SchedulerConfig:
 class EngineConfig:
     """`dtype` "auto" is the checkpoint's own on a GPU, and bfloat16 weights stay bfloat16 on the
     CPU. `loop` is "serial" (every step visible at once: CPUs, debugging) or "overlapped" (the
-    device runs ahead of the host); an engine that speculates runs the serial loop. `deterministic` makes a row's bits independent of its batch.
+    device runs ahead of the host); an engine that speculates runs the serial loop. `deterministic` makes a
+    row's bits independent of its batch.
     `num_threads` None leaves torch as it is."""
 
     device: str = "auto"
@@ -67,6 +69,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     dspark: DSparkConfig = DSparkConfig()
+    adapters: AdapterConfig = AdapterConfig()
 
 
 def number(value: int | Auto) -> int:

@@ -6,24 +6,26 @@ HTTP, Ray, text and trainers. Nothing here is thread-safe: whoever made the engi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.adapter_switch import follow
+from engine.adapters import Lease
 from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts, make_stepper
 from engine.cache.key import Namespace
 from engine.collector import Collector
 from engine.config import EngineConfig
-from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError, Unsupported
+from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
 from engine.memory.allocator import PageState
 from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
 from engine.pausing import PauseState, check_mode
-from engine.policy import PolicyState
+from engine.policy import Module
 from engine.request import Group, GroupSink, SampleState, StopWatcher
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
@@ -45,9 +47,9 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
+from engine.updates import Updates
 from engine.validation import validate_group, validate_score
-from engine.weights.digest import model_digest
-from engine.weights.transaction import PreparedUpdate
+from lora.versions import AdapterVersion
 
 
 class Engine:
@@ -68,18 +70,29 @@ class Engine:
         self.config = parts.config
         self.limits = parts.limits
         self.counters = parts.counters
-        self.policy = PolicyState(parts.model)
-        self.drafter = None if parts.drafter_model is None else PolicyState(parts.drafter_model, "drafter")
         self._groups: dict[str, Group] = {}
         self._arrivals = 0
-        self._last_commit: tuple[str, UpdateReport] | None = None
-        self._scheduler = Scheduler(parts.config.scheduler, parts.pages, parts.counters, self._namespace)
+        self.adapters = parts.adapters
+        self._scheduler = Scheduler(
+            parts.config.scheduler, parts.pages, parts.counters, self._namespace, parts.adapters
+        )
+        self.adapters.attach(self._scheduler, self._follow_adapter)
         self._committer = Committer(
-            self._scheduler, self._groups, parts.counters, lambda: self.policy.version, lambda: self.drafter_version
+            self._scheduler,
+            self._groups,
+            parts.counters,
+            lambda: self.policy.version,
+            lambda: self._updates.drafter_version,
         )
         self._pause = PauseState(self._scheduler, self._abort_all)
+        self._updates = Updates(parts, self._scheduler, self._pause, lambda: self._loop.settle(), self._fail_all)
+        self.policy = self._updates.policy
         builder = BatchBuilder(
-            parts.pages.table, parts.pages.page_size, parts.device, verify_as_decode=parts.config.deterministic
+            parts.pages.table,
+            parts.pages.page_size,
+            parts.device,
+            verify_as_decode=parts.config.deterministic,
+            adapters=parts.adapters,
         )
         serial = SerialLoop(
             self._scheduler,
@@ -143,8 +156,7 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration. False when there is nothing that may run now."""
-        for module in self._modules:
-            module.expire()
+        self._updates.expire()
         if self.policy.fenced or self._parts.memory.missing or not self._pause.lets_steps:
             return False
         return self._loop.step()
@@ -183,10 +195,13 @@ class Engine:
         """Queue a scoring request; `job` is called back when all its sequences have run."""
         self._refuse_while_stopped()
         validate_score(request, self.limits)
+        lease = job.lease = self.adapters.lease(request.adapter)
         self.counters.scored_tokens += sum(len(ids) - request.start for ids in request.sequences)
         tasks = job.start(request, lambda: self.policy.version)
-        space = self._scoring_namespace
-        self._scheduler.add_scoring([ScoreTask(ids.astype(np.int32), space, make, done) for ids, make, done in tasks])
+        space = partial(self._scoring_namespace, lease)
+        self._scheduler.add_scoring(
+            [ScoreTask(ids.astype(np.int32), space, make, done, lease) for ids, make, done in tasks]
+        )
 
     def score(self, request: ScoreRequest) -> ScoreOutput:
         """Log-probabilities of given tokens; runs the engine until they are there."""
@@ -238,27 +253,18 @@ class Engine:
     # --- updates --------------------------------------------------------------------------------
 
     def update_begin(self, begin: UpdateBegin) -> UpdateProgress:
-        """Open an update of the policy or of the drafter, whose versions are apart; one of them at a time."""
-        if not self._parts.memory.weights_resident:
-            raise Paused("the weights are released: resume them before an update")
-        module = {"policy": self.policy, "drafter": self.drafter}[begin.module]
-        if module is None:
-            raise Unsupported(field="module", expected="'policy': this engine has no drafter", actual=begin.module)
-        for other in self._modules:
-            other.expire()
-            if other is not module and other.pending is not None:
-                raise Conflict(field="txn", expected=f"no open update beside {other.pending!r}", actual=begin.txn)
-        return module.begin(begin)
+        """Open an update of the policy or of the drafter, whose versions are apart; one at a time."""
+        return self._updates.begin(begin)
 
     def update_stage(self, txn: str, tensors: list[NamedTensor]) -> UpdateProgress:
-        return self._module_of(txn).stage(txn, tensors)
+        return self._updates.stage(txn, tensors)
 
     def update_stage_live(self, txn: str, tensors: Mapping[str, torch.Tensor]) -> UpdateProgress:
         """Tensors of this process, on any device; they must not change before the commit."""
-        return self._module_of(txn).stage_live(txn, tensors)
+        return self._updates.stage_live(txn, tensors)
 
     def update_stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
-        return self._module_of(txn).stage_folder(txn, folder)
+        return self._updates.stage_folder(txn, folder)
 
     def update_commit(self, txn: str) -> UpdateReport:
         """Between two steps: old version before, new one after. Repeating a commit that
@@ -269,73 +275,14 @@ class Engine:
         and computed again under the new weights. Tokens already sampled keep their labels.
         A drafter's update touches neither running samples nor the cache.
         """
-        if self._last_commit is not None and self._last_commit[0] == txn != self.pending:
-            return self._last_commit[1]
-        began = time.perf_counter()
-        module = self._module_of(txn)
-        commit = self._commit_policy if module is self.policy else self._commit_drafter
-        try:
-            prepared, flushed, retracted = commit(txn)
-        except SparkrollError:
-            self.counters.updates_failed += 1
-            raise
-        pause_ms = (time.perf_counter() - began) * 1e3
-        self.counters.updates += 1
-        self.counters.update_pause_ms += pause_ms
-        report = UpdateReport(
-            policy_version=self.policy.version,
-            drafter_version=self.drafter_version,
-            loaded=prepared.loaded,
-            pause_ms=pause_ms,
-            flushed_tokens=flushed,
-            retracted=retracted,
-            digest=prepared.digest,
-        )
-        self._last_commit = (txn, report)
-        return report
-
-    def _commit_policy(self, txn: str) -> tuple[PreparedUpdate, int, int]:
-        """What was loaded, tokens flushed, samples retracted."""
-        try:
-            begin, prepared = self.policy.prepare(txn)
-            self._loop.settle()
-            keep = begin.kv_policy == "keep" or self._pause.mode == "in_place"
-            retracted = self._leave_version(keep)
-            self.policy.commit(txn)
-        except SparkrollError as error:
-            if self.policy.fenced:
-                self._fail_all(error)
-            raise
-        self._parts.memory.weights_filled()
-        cache = self._parts.cache
-        cache.bump_epoch()
-        flushed = cache.flush("stale") if begin.kv_policy == "invalidate" else 0
-        if self._parts.speculation is not None:
-            self._parts.speculation.new_policy()
-        return prepared, flushed, retracted
-
-    def _commit_drafter(self, txn: str) -> tuple[PreparedUpdate, int, int]:
-        """The same for a drafter. Where it fails half way nothing is drafted until an update succeeds."""
-        drafter, speculation = self._module_of(txn), self._parts.speculation
-        assert speculation is not None
-        _, prepared = drafter.prepare(txn)
-        self._loop.settle()
-        try:
-            drafter.commit(txn)
-        except SparkrollError as error:
-            speculation.faulty = error.message
-            raise
-        speculation.new_drafter()
-        return prepared, 0, 0
+        return self._updates.commit(txn)
 
     def update_rollback(self, txn: str) -> None:
-        self.policy.rollback(txn)
+        self._updates.rollback(txn)
 
-    def digest(self) -> str:
-        """One digest over the parameters that are being served (`engine.weights.digest`)."""
-        if "weights" in self._parts.memory.missing:
-            raise Paused("the weights are released")
-        return model_digest(self._parts.model)
+    def digest(self, module: Module = "policy") -> str:
+        """SHA-256 over the parameters that are being served."""
+        return self._updates.digest(module)
 
     # --- memory and cache -------------------------------------------------------------------------
 
@@ -378,12 +325,12 @@ class Engine:
     @property
     def pending(self) -> str | None:
         """Name of the open update."""
-        return next((module.pending for module in self._modules if module.pending is not None), None)
+        return self._updates.pending
 
     @property
     def drafter_version(self) -> int:
         """0 for a drafter that was never updated, or where there is none."""
-        return 0 if self.drafter is None else self.drafter.version
+        return self._updates.drafter_version
 
     def draft_counters(self) -> dict[str, float]:
         """Sums over speculation since the start (`engine.dspark.record`); empty without a drafter."""
@@ -410,16 +357,11 @@ class Engine:
         self._loop.settle()
         held = [sample.sequence for sample in self._scheduler.running if sample.sequence]
         self._parts.pages.check(held + [prefill.sequence for prefill in self._scheduler.prefills])
+        scoring = list(self._scheduler.scoring) + [p.task for p in self._scheduler.prefills if p.task is not None]
+        leases = {id(lease): lease for holder in (*self._groups.values(), *scoring) if (lease := holder.lease)}
+        self.adapters.check(list(leases.values()))
 
     # --- inside ---------------------------------------------------------------------------------
-
-    @property
-    def _modules(self) -> list[PolicyState]:
-        return [self.policy] if self.drafter is None else [self.policy, self.drafter]
-
-    def _module_of(self, txn: str) -> PolicyState:
-        """Whose transaction this is; the policy's where nobody knows it."""
-        return next((module for module in reversed(self._modules) if module.knows(txn)), self.policy)
 
     def _admit_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher]) -> Group:
         self._refuse_while_unable()
@@ -432,7 +374,13 @@ class Engine:
             )
         refuse_overload(request, len(self._scheduler.waiting), self.limits.max_waiting)
         self._arrivals += 1
-        return make_group(request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids)
+        group = make_group(request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids)
+        group.lease = self.adapters.lease(request.adapter)
+        return group
+
+    def _follow_adapter(self, old: AdapterVersion, new: AdapterVersion) -> None:
+        self._loop.settle()
+        follow(self._groups.values(), self._scheduler, self.adapters, old, new)
 
     def _abort_all(self) -> int:
         held = sum(group.unfinished for group in self._groups.values())
@@ -451,20 +399,6 @@ class Engine:
         if self._pause.mode is not None:
             raise Paused("generation is paused: resume first")
 
-    def _leave_version(self, keep: bool) -> int:
-        """Prepare running work for new weights. Returns how many samples were retracted."""
-        scheduler = self._scheduler
-        scheduler.reset_prefills()
-        running = list(scheduler.running)
-        for sample in running:
-            if keep:
-                assert sample.sequence is not None
-                sample.sequence.publishable = False
-                sample.mixed_kv = True
-            else:
-                scheduler.retract(sample, publish=False)
-        return 0 if keep else len(running)
-
     def _fail_all(self, error: SparkrollError) -> None:
         for group in list(self._groups.values()):
             for sample in group.samples:
@@ -475,14 +409,24 @@ class Engine:
         """Where a group's pages live in the cache under the present policy. With the prefix cache
         off, groups still share their own prompt, and nothing else."""
         shared = self.config.cache.prefix_cache
+        adapter, adapter_rev = _adapter_key(group.lease)
         return Namespace(
             epoch=self._parts.cache.current_epoch,
+            adapter=adapter,
+            adapter_rev=adapter_rev,
             salt=group.request.cache_salt,
             layout=self._parts.layout if shared else f"{self._parts.layout} group {group.arrival}",
         )
 
-    def _scoring_namespace(self) -> Namespace:
+    def _scoring_namespace(self, lease: Lease | None) -> Namespace:
         self._arrivals += 1
         shared = self.config.cache.prefix_cache
         layout = self._parts.layout if shared else f"{self._parts.layout} score {self._arrivals}"
-        return Namespace(epoch=self._parts.cache.current_epoch, layout=layout)
+        adapter, adapter_rev = _adapter_key(lease)
+        epoch = self._parts.cache.current_epoch
+        return Namespace(epoch=epoch, adapter=adapter, adapter_rev=adapter_rev, layout=layout)
+
+
+def _adapter_key(lease: Lease | None) -> tuple[str, int]:
+    """What of a cache key is the adapter's; no adapter has an empty name."""
+    return ("", 0) if lease is None else lease.version.key

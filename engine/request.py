@@ -27,6 +27,7 @@ from engine.types import (
 )
 
 if TYPE_CHECKING:
+    from engine.adapters import Lease
     from engine.sampling.params import RowSampling
     from engine.scheduler.pages import Sequence
 
@@ -144,8 +145,9 @@ class Sample:
         """Record that the newest `count` tokens were sampled by `policy_version`, under `drafter_version`."""
         start, end = len(self.ids) - count, len(self.ids)
         last = self.spans[-1] if self.spans else None
-        label = policy_version, drafter_version, self.mixed_kv
-        if last and (last.policy_version, last.drafter_version, last.mixed_kv) == label:
+        adapter_rev = self.group.adapter_rev
+        label = policy_version, adapter_rev, drafter_version, self.mixed_kv
+        if last and (last.policy_version, last.adapter_rev, last.drafter_version, last.mixed_kv) == label:
             start = last.start
             self.spans.pop()
         self.spans.append(
@@ -153,6 +155,7 @@ class Sample:
                 start=start,
                 end=end,
                 policy_version=policy_version,
+                adapter_rev=adapter_rev,
                 drafter_version=drafter_version,
                 mixed_kv=self.mixed_kv,
             )
@@ -210,6 +213,17 @@ class Group:
     hit: CacheHit | None = None
     prompt_logprobs: np.ndarray | None = None
     unfinished: int = 0
+    lease: Lease | None = None
+    """On its adapter, until `end`."""
+
+    @property
+    def adapter_rev(self) -> int:
+        return 0 if self.lease is None else self.lease.version.rev
+
+    def end(self) -> None:
+        """Nothing of the group is left in the engine."""
+        if self.lease is not None:
+            self.lease.release()
 
     @property
     def definition(self) -> LogprobDefinition:

@@ -73,11 +73,29 @@ class Want(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Position of the first prompt token to score, always under `raw`; None scores nothing."""
 
 
-class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names a LoRA policy; `rev` None binds the newest at admission."""
+class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Names a LoRA policy; `rev` None binds the newest at admission.
+
+    `on_publish` is what a newer revision does to a request that is under way: `finish` on the one it has,
+    go on with the new one and the keys and values it has (`keep_kv`, marked `mixed_kv`), or have
+    those computed again first (`reprefill`). With a `rev` it is always `finish`.
+    """
 
     name: str
     rev: int | None = None
+    on_publish: Literal["finish", "keep_kv", "reprefill"] = "finish"
+
+
+class AdapterReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One revision of a LoRA policy. `digest` is the SHA-256 of all it computes with, `num_bytes` what it
+    takes on this rank, `references` how many requests hold it."""
+
+    name: str
+    rev: int
+    digest: str
+    num_bytes: int
+    state: str
+    references: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -224,10 +242,11 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class ScoredSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, eq=False):
     """float32 log-probabilities over [start, length); NaN at position 0, which has none.
-    `policy_version` is the one that computed them."""
+    `policy_version` and `adapter_rev` are the ones that computed them."""
 
     logprobs: np.ndarray
     policy_version: int = 0
+    adapter_rev: int = 0
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     cached_tokens: int = 0

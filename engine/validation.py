@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import InvalidRequest, TooLarge, Unsupported
+from engine.errors import InvalidRequest, TooLarge
 from engine.sampling.check import validate_sampling
 from engine.types import AdapterRef, GroupRequest, SampleResume, ScoreRequest
 
@@ -37,7 +37,7 @@ def validate_group(request: GroupRequest, limits: EngineLimits) -> None:
     check_ids("prompt_ids", request.prompt_ids, limits.vocab_size)
     validate_sampling(request.sampling, request.want, limits.vocab_size, request.n)
     check_length("prompt_ids", len(request.prompt_ids), request.sampling.max_new, limits)
-    _refuse_adapter(request.adapter)
+    _check_adapter(request.adapter)
     start = request.want.prompt_logprobs_from
     if start is not None and not 0 <= start <= len(request.prompt_ids):
         raise InvalidRequest(
@@ -62,7 +62,7 @@ def validate_score(request: ScoreRequest, limits: EngineLimits) -> None:
         check_length(f"sequences[{number}]", len(ids), 0, limits)
         if request.start > len(ids):
             raise InvalidRequest(field="start", expected=f"at most {len(ids)}", actual=request.start)
-    _refuse_adapter(request.adapter)
+    _check_adapter(request.adapter)
 
 
 def check_id(field: str, value: str) -> None:
@@ -118,9 +118,9 @@ def _check_label(field: str, value: str) -> None:
         raise InvalidRequest(field=field, expected="no control characters", actual=value)
 
 
-def _refuse_adapter(adapter: AdapterRef | None) -> None:
+def _check_adapter(adapter: AdapterRef | None) -> None:
     if adapter is not None:
-        raise Unsupported(field="adapter", expected="no adapter: this engine has none loaded", actual=adapter.name)
+        check_id("adapter.name", adapter.name)
 
 
 def _check_resume(request: GroupRequest, resume: list[SampleResume], limits: EngineLimits) -> None:

@@ -37,7 +37,8 @@ class DevicePool:
         self.dtype = dtype
         self.device = device
         elements = num_bytes // dtype.itemsize // ALIGNMENT * ALIGNMENT
-        self.values_U = torch.zeros(elements, dtype=dtype, device=device)
+        # Nothing is read before it was written, and the host gives memory only as it is touched.
+        self.values_U = torch.empty(elements, dtype=dtype, device=device)
         shape = 1 + max_slots, len(geometry.sites)
         self.offsets_SX2 = torch.zeros(*shape, 2, dtype=torch.int64, device=device)
         self.ranks_SX4 = torch.zeros(*shape, 4, dtype=torch.int32, device=device)

@@ -77,6 +77,12 @@ class Registry:
             self._retire(version)
         return ended
 
+    def staged(self, name: str, rev: int) -> AdapterVersion:
+        version = self._versions.get((name, rev))
+        if version is None or version.state is not State.STAGED:
+            raise UnknownAdapter("rev", f"a staged revision of {name!r}", rev)
+        return version
+
     # --- requests -------------------------------------------------------------------------------
 
     def find(self, name: str, rev: int | None = None) -> AdapterVersion:

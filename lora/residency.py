@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Mapping
 
 from lora.device_pool import DevicePool
-from lora.errors import AdapterMemory
 from lora.versions import AdapterVersion
 
 Order = Mapping[AdapterVersion, int]
@@ -50,13 +49,6 @@ class Residency:
             self.pool.free(version.slot)
             version.slot = None
             self._resident.remove(version)
-
-    def refuse_if_too_large(self, version: AdapterVersion) -> None:
-        """For a version that would never become resident."""
-        assert version.packed is not None
-        if not self.pool.fits(version.packed):
-            held = self.pool.values_U.nbytes
-            raise AdapterMemory("adapter", f"at most {held} bytes, the device pool's size", version.num_bytes)
 
     @property
     def resident(self) -> list[AdapterVersion]:

@@ -49,6 +49,8 @@ class CausalLM(Protocol):
         self, hidden_RD: torch.Tensor, part: slice = ..., adapters: AdapterStep | None = None
     ) -> torch.Tensor: ...
 
+    def base_weight(self, module: str) -> torch.Tensor | None: ...
+
 
 class Attention(nn.Module):
     def __init__(
@@ -203,6 +205,11 @@ class DenseDecoderLM(nn.Module):
         if adapters is not None:
             adapters.add_(len(self.adapter_sites.sites) - 1, hidden_RD, logits_RV, part)
         return logits_RV
+
+    def base_weight(self, module: str) -> torch.Tensor | None:
+        """The weight of a module that peft saves whole beside its factors."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return {"model.embed_tokens": self.model.embed_tokens.weight, "lm_head": head.weight}.get(module)
 
     def _number_sites(self) -> None:
         """As `dense_geometry` counts: the embedding, four products a layer, the head."""

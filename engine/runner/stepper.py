@@ -168,7 +168,7 @@ class EagerStepper:
         table = self._table
         computed_B = table.computed_S[slots_B]
         batch = self._builder.build_decode(samples, table.last_token_S[slots_B].tolist(), computed_B.tolist())
-        logits_BV = self._runner.logits(self._runner.hidden(batch))
+        logits_BV = self._runner.logits(self._runner.hidden(batch), batch.logit_adapters)
         positions = (computed_B + 1).tolist()
         rows = [self._row(sample, slot) for sample, slot in zip(samples, slots_B.tolist(), strict=True)]
         advance(table, slots_B, self._sampler.sample(logits_BV, rows, positions))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.adapters import Adapters, Lease, slot_of
 from engine.batch import ForwardBatch, SharedPrefix
 from engine.memory.request_table import RequestTable
 from engine.memory.transfer import send
@@ -28,9 +29,11 @@ class _Rows:
         self.counts: list[int] = []
         self.keys: list[int] = []
         self.tokens: list[Sequence[int] | np.ndarray] = []
+        self.leases: list[Lease | None] = []
         self.end = 0
 
-    def add(self, sequence: PagedSequence, start: int, tokens: Sequence[int] | np.ndarray) -> None:
+    def add(self, sequence: PagedSequence, start: int, tokens: Sequence[int] | np.ndarray, lease: Lease | None) -> None:
+        self.leases.append(lease)
         self.slots.append(sequence.slot)
         self.starts.append(start)
         self.counts.append(len(tokens))
@@ -45,8 +48,14 @@ class BatchBuilder:
     step where the backend's do not depend on the batch."""
 
     def __init__(
-        self, table: RequestTable, page_size: int, device: torch.device, verify_as_decode: bool = False
+        self,
+        table: RequestTable,
+        page_size: int,
+        device: torch.device,
+        verify_as_decode: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self._table = table
         self._page_size = page_size
         self._device = device
@@ -69,18 +78,20 @@ class BatchBuilder:
             feed = sample.ids[-1:] if feeds is None else feeds[place]
             if self._verify_as_decode:
                 for ahead, token in enumerate(feed):
-                    rows.add(sample.sequence, sample.sequence.computed + ahead, [token])
+                    rows.add(sample.sequence, sample.sequence.computed + ahead, [token], sample.group.lease)
             else:
-                rows.add(sample.sequence, sample.sequence.computed, feed)
+                rows.add(sample.sequence, sample.sequence.computed, feed, sample.group.lease)
         num_decode = 0 if feeds is not None and not self._verify_as_decode else len(rows.slots)
         logit_rows = list(range(rows.end))
         for prefill, count in chunks:
             sequence = prefill.sequence
-            rows.add(sequence, sequence.computed, prefill.tokens[sequence.computed : sequence.computed + count])
+            tokens = prefill.tokens[sequence.computed : sequence.computed + count]
+            rows.add(sequence, sequence.computed, tokens, prefill.lease)
             if count == prefill.remaining and prefill.samples:
                 logit_rows.append(rows.end - 1)
         tokens_T = np.concatenate([np.asarray(part, dtype=np.int64) for part in rows.tokens])
-        return self._assemble(rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
+        batch = self._assemble(rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
+        return self._adapt(batch, rows.leases, rows.counts, logit_rows)
 
     def build_decode(self, samples: list[Sample], tokens: list[int], computed: list[int]) -> ForwardBatch:
         """Decode rows whose next tokens and positions the device knows better than the samples."""
@@ -91,7 +102,18 @@ class BatchBuilder:
             keys.append(sample.sequence.key)
         rows = len(samples)
         tokens_T = np.asarray(tokens, dtype=np.int64)
-        return self._assemble(slots, computed, [1] * rows, keys, tokens_T, list(range(rows)), rows)
+        batch = self._assemble(slots, computed, [1] * rows, keys, tokens_T, list(range(rows)), rows)
+        return self._adapt(batch, [sample.group.lease for sample in samples], [1] * rows, list(range(rows)))
+
+    def _adapt(
+        self, batch: ForwardBatch, leases: list[Lease | None], counts: list[int], logit_rows: list[int]
+    ) -> ForwardBatch:
+        """Each token with its request's adapter."""
+        if self.adapters is not None and any(lease is not None for lease in leases):
+            slots_T = np.repeat([slot_of(lease) for lease in leases], counts)
+            batch.adapters = self.adapters.step(slots_T)
+            batch.logit_adapters = self.adapters.step(slots_T[logit_rows])
+        return batch
 
     def _assemble(
         self,

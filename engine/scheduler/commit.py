@@ -149,6 +149,7 @@ class Committer:
         group.sink.on_sample(sample.output(group.definition))
         if group.unfinished == 0:
             del self._groups[group.request.group_id]
+            group.end()
             self._counters.groups_finished += 1
             group.sink.on_group(group.output(self._policy_version()))
 

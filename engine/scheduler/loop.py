@@ -120,7 +120,8 @@ class SerialLoop:
         features = {} if self._speculation is None else dict.fromkeys(self._speculation.captured_layers, _NOTHING)
         hidden_TD = self._runner.hidden(batch, features or None)
         rows_R = batch.logit_rows_R
-        logits_RV = self._runner.logits(hidden_TD if len(rows_R) == batch.num_tokens else hidden_TD[rows_R])
+        wanted_RD = hidden_TD if len(rows_R) == batch.num_tokens else hidden_TD[rows_R]
+        logits_RV = self._runner.logits(wanted_RD, batch.logit_adapters)
         counts = [1] * len(decode) if feeds is None else [len(feed) for feed in feeds]
         offset = row = sum(counts)
         self._counters.decode_rows += offset
@@ -135,7 +136,7 @@ class SerialLoop:
         for prefill, count in chunks:
             start = prefill.sequence.computed
             if prefill.scorer is not None:
-                score_chunk(self._runner, prefill, hidden_TD[offset : offset + count], start)
+                score_chunk(self._runner, prefill, hidden_TD[offset : offset + count], start, self._builder.adapters)
             prefill.sequence.computed += count
             offset += count
             self._counters.computed_tokens += count

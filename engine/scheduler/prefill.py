@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.adapters import Lease
 from engine.cache.key import Namespace
 from engine.request import Group, Sample
 from engine.scheduler.pages import Sequence
@@ -55,12 +56,13 @@ class Scorer:
 @dataclass(slots=True, eq=False)
 class ScoreTask:
     """One sequence of a scoring request: `tokens` int32 [L], `make_scorer` for a fresh start, and
-    `on_scored(prefill)` when its tokens have run."""
+    `on_scored(prefill)` when its tokens have run. `lease` is the request's, on its adapter."""
 
     tokens: np.ndarray
     namespace_of: Callable[[], Namespace]
     make_scorer: Callable[[], Scorer]
     on_scored: Callable[[Prefill], None]
+    lease: Lease | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,12 @@ class Prefill:
     samples: list[Sample] = field(default_factory=list)
     scorer: Scorer | None = None
     logits_1V: torch.Tensor | None = None
+
+    @property
+    def lease(self) -> Lease | None:
+        """On the adapter it is computed with."""
+        holder = self.group or self.task
+        return None if holder is None else holder.lease
 
     @property
     def remaining(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.adapters import Adapters, Lease
 from engine.cache.key import Namespace
 from engine.cache.prefix_cache import Match
 from engine.config import SchedulerConfig, number
@@ -24,6 +25,7 @@ from engine.request import Group, Sample, SampleState
 from engine.scheduler.pages import PageManager, Sequence
 from engine.scheduler.prefill import Prefill, Scorer, ScoreTask
 from engine.types import CacheHit
+from lora.versions import AdapterVersion
 
 
 class Scheduler:
@@ -35,7 +37,10 @@ class Scheduler:
         pages: PageManager,
         counters: EngineCounters,
         namespace_of: Callable[[Group], Namespace],
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = adapters
+        self._adapter_missing = False
         self.config = config
         self.max_running = number(config.max_running)
         self.prefill_tokens = number(config.prefill_tokens)
@@ -105,7 +110,8 @@ class Scheduler:
         return started
 
     def admit(self) -> None:
-        """Turn waiting samples into prefills while rows, pages and the queue's order allow."""
+        """Turn waiting samples into prefills while rows, pages, adapters and the queue's order allow."""
+        self._adapter_missing = False
         while self.scoring and self._has_row():
             if not self._admit_scoring(self.scoring[0]):
                 return
@@ -191,10 +197,10 @@ class Scheduler:
         self.prefills.remove(prefill)
         self.pages.close(prefill.sequence, prefill.tokens)
 
-    def reset_prefills(self) -> None:
-        """Forget all prefills: their pages or logits belong to a policy version that ends. What
-        they were for goes back to the queue."""
-        for prefill in list(self.prefills):
+    def reset_prefills(self, which: Callable[[Prefill], bool] = lambda prefill: True) -> None:
+        """Forget all prefills, or some: their pages or logits belong to a version that ends. What they were
+        for goes back to the queue."""
+        for prefill in [p for p in self.prefills if which(p)]:
             self._requeue(prefill)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -205,7 +211,30 @@ class Scheduler:
         ahead = sum(p.remaining for p in self.prefills)
         return len(self.running) + len(self.prefills) < self.max_running and (ahead < 2 * self.prefill_tokens)
 
+    def busy_adapters(self) -> set[AdapterVersion]:
+        """Those that running samples and prefills compute with."""
+        leases = [sample.group.lease for sample in self.running] + [prefill.lease for prefill in self.prefills]
+        return {lease.version for lease in leases if lease is not None}
+
+    def adapter_order(self) -> dict[AdapterVersion, int]:
+        """Adapters of those who wait, by who comes first."""
+        leases = [task.lease for task in self.scoring] + [sample.group.lease for sample in self.waiting]
+        versions = dict.fromkeys(lease.version for lease in leases if lease is not None)
+        return {version: place for place, version in enumerate(versions)}
+
+    def _has_adapter(self, lease: Lease | None) -> bool:
+        """Whether the device has what the lease is on. Once somebody found no room in this round, nobody
+        behind takes any: adapters come in the queue's order too."""
+        if lease is None or self.adapters is None or lease.version.slot is not None:
+            return True
+        if self._adapter_missing:
+            return False
+        self._adapter_missing = not self.adapters.make_resident(lease.version)
+        return not self._adapter_missing
+
     def _admit_scoring(self, task: ScoreTask) -> bool:
+        if not self._has_adapter(task.lease):
+            return False
         scorer, namespace = task.make_scorer(), task.namespace_of()
         limit = min(len(task.tokens) - 1, scorer.match_limit)
         match = self.pages.match(namespace, task.tokens, limit)
@@ -227,8 +256,11 @@ class Scheduler:
         return prefill
 
     def _admit(self, sample: Sample) -> bool | None:
-        """True: left the queue. False: waits for another's prefill. None: no room, stop here."""
+        """True: left the queue. False: waits for another's prefill or for its adapter. None: no room, stop
+        here."""
         group = sample.group
+        if not self._has_adapter(group.lease):
+            return False
         namespace = self.namespace_of(group)
         fresh = not sample.ids
         if fresh:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.adapters import Adapters, slot_of
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.logprobs import score_parts
 from engine.scheduler.prefill import Prefill
@@ -18,7 +19,9 @@ ROWS, WIDTH = 512, 16384
 the head's weights are read once for that many tokens."""
 
 
-def score_chunk(runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, start: int) -> None:
+def score_chunk(
+    runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, start: int, adapters: Adapters | None = None
+) -> None:
     """Take the hidden states of tokens [start, start + C) into the prefill's scorer."""
     scorer = prefill.scorer
     assert scorer is not None
@@ -30,7 +33,8 @@ def score_chunk(runner: ModelRunner, prefill: Prefill, hidden_CD: torch.Tensor, 
     for lo in range(first, last, ROWS):
         hi = min(lo + ROWS, last)
         targets_R = torch.from_numpy(prefill.tokens[lo + 1 : hi + 1].astype(np.int64)).to(hidden_CD.device)
-        parts = runner.logits_by_part(hidden_CD[lo - start : hi - start], WIDTH)
+        step = None if adapters is None else adapters.step(np.full(hi - lo, slot_of(prefill.lease)))
+        parts = runner.logits_by_part(hidden_CD[lo - start : hi - start], WIDTH, step)
         logprobs_R, ids_RK, values_RK = score_parts(parts, targets_R, scorer.temperature, scorer.top_logprobs)
         scorer.logprobs.append(logprobs_R.cpu().numpy())
         if scorer.top_logprobs:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine import GroupRequest, SamplingParams, ScoreRequest, Want
-from engine.errors import Conflict, InvalidRequest, Overloaded, Paused, SparkrollError, TooLarge, Unsupported
-from engine.types import AdapterRef, SampleResume
+from engine import GroupRequest, ScoreRequest, Want
+from engine.errors import Conflict, InvalidRequest, Overloaded, Paused, SparkrollError, TooLarge
+from engine.types import SampleResume
 from tests.support import (
     CONTEXT,
     VOCAB,
@@ -252,13 +252,6 @@ def test_a_full_queue_says_so(t_full):
         engine.add_group(ask("b", prompt(4)), Sink())
     assert caught.value.retryable and caught.value.retry_after_ms
     engine.abort()
-
-
-def test_adapters_are_refused_by_name(t_full):
-    engine = make_engine(t_full)
-    bad = GroupRequest(group_id="g", prompt_ids=prompt(4), sampling=SamplingParams(), adapter=AdapterRef(name="pol"))
-    with pytest.raises(Unsupported, match="pol"):
-        engine.generate([bad])
 
 
 def test_case_a5_salts_separate_and_never_collide(t_full):

@@ -1,0 +1,250 @@
+"""The LoRA policies an engine serves beside its own.
+
+Owns what callers may do with adapters between steps, and the leases through which requests hold them.
+Ignores what an adapter computes and where it is kept (`lora`), and the order of requests.
+
+A request names a policy; the name is resolved once, at admission, to a version that never changes, and the
+request holds that version until it ends. What a new version does to requests under way is their own
+choice (`AdapterRef.on_publish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.errors import Conflict, InvalidRequest, NotFound, SparkrollError, TooLarge, Unsupported
+from engine.models.decoder import CausalLM
+from engine.types import AdapterRef, AdapterReport
+from engine.validation import check_id
+from lora.config import LIMITS, AdapterConfig
+from lora.device_pool import BASE, DevicePool
+from lora.errors import AdapterConflict, AdapterError, AdapterMemory, InvalidAdapter, UnknownAdapter, UnsupportedAdapter
+from lora.factors import AdapterWeights, check_weights
+from lora.folder import read_folder
+from lora.packing import pack
+from lora.registry import Registry
+from lora.residency import Order, Residency
+from lora.step import AdapterStep, LoopStep
+from lora.versions import AdapterVersion
+
+_KINDS: dict[type[AdapterError], type[SparkrollError]] = {
+    InvalidAdapter: InvalidRequest,
+    UnsupportedAdapter: Unsupported,
+    UnknownAdapter: NotFound,
+    AdapterConflict: Conflict,
+    AdapterMemory: TooLarge,
+}
+
+
+class AdapterUse(Protocol):
+    """What only the scheduler knows: which versions computation may touch now, and when others are wanted."""
+
+    def busy_adapters(self) -> set[AdapterVersion]: ...
+
+    def adapter_order(self) -> Order: ...
+
+
+class Lease:
+    """One request's hold on a version, given back exactly once."""
+
+    def __init__(self, registry: Registry, version: AdapterVersion, on_publish: str) -> None:
+        self._registry = registry
+        self.version = registry.acquire(version)
+        self.on_publish = on_publish
+        self._held = True
+
+    def release(self) -> None:
+        assert self._held, f"a lease of {self.version!r} ended twice"
+        self._held = False
+        self._registry.release(self.version)
+
+    def switch(self, version: AdapterVersion) -> None:
+        """Hold the other version from now on."""
+        old, self.version = self.version, self._registry.acquire(version)
+        self._registry.release(old)
+
+
+class Adapters:
+    """`on_publish(old, new)` lets running requests follow, before the old version may end."""
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        model: CausalLM,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache: PrefixCache,
+        deterministic: bool,
+        refusal: str | None,
+    ) -> None:
+        for field, most in LIMITS.items():
+            if not 1 <= getattr(config, field) <= most:
+                raise InvalidRequest(field=f"adapters.{field}", expected=f"1 to {most}", actual=getattr(config, field))
+        self._config = config
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._cache = cache
+        self._deterministic = deterministic
+        self._refusal = refusal
+        self._registry = Registry(config.host_mib << 20, self._freed)
+        self._residency: Residency | None = None
+        self._use: AdapterUse | None = None
+        self._on_publish: Callable[[AdapterVersion, AdapterVersion], None] | None = None
+
+    def attach(self, use: AdapterUse, on_publish: Callable[[AdapterVersion, AdapterVersion], None]) -> None:
+        self._use = use
+        self._on_publish = on_publish
+
+    # --- for callers -----------------------------------------------------------------------------
+
+    def register(
+        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rev: int | None = None
+    ) -> AdapterReport:
+        """Check an adapter, stage it and let its name lead to it. `config` and `tensors` are peft's own."""
+        staged = self.stage(name, config, tensors, rev)
+        return self.publish(name, staged.rev)
+
+    def register_folder(self, name: str, folder: Path, rev: int | None = None) -> AdapterReport:
+        """The same for a folder that peft saved."""
+        with _translated():
+            config, tensors = read_folder(folder)
+        return self.register(name, config, tensors, rev)
+
+    def stage(
+        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rev: int | None = None
+    ) -> AdapterReport:
+        """Phase one: everything that can fail. Nobody sees the revision yet; the one served goes on."""
+        check_id("name", name)
+        if self._refusal is not None:
+            raise Unsupported(field="adapter", expected=self._refusal, actual=name)
+        with _translated():
+            weights = self._check(config, tensors)
+            packed = pack(weights, self._model.adapter_sites, self._dtype, pinned=self._device.type == "cuda")
+            if not self.residency.pool.fits(packed):
+                room = self.residency.pool.values_U.nbytes
+                raise AdapterMemory("adapters.device_mib", f"room for {packed.num_bytes} bytes", f"{room} bytes")
+            version = self._registry.stage(name, weights.digest, packed, rev)
+        self.residency.prefetch(version)
+        return _report(version)
+
+    def publish(self, name: str, rev: int) -> AdapterReport:
+        """Phase two: from now on the name leads to the staged revision. The one before serves the requests
+        that hold it, then ends."""
+        with _translated():
+            version = self._registry.staged(name, rev)
+            previous = self._registry.publish(version, keep_previous=True)
+        if previous is not None:
+            if self._on_publish is not None:
+                self._on_publish(previous, version)
+            self._registry.retire(name, previous.rev)
+        return _report(version)
+
+    def discard(self, name: str, rev: int) -> None:
+        """Drop a staged revision; its number is not used again."""
+        with _translated():
+            self._registry.discard(self._registry.staged(name, rev))
+
+    def retire(self, name: str) -> None:
+        """Let no further request find the policy. Those that hold it run to their end."""
+        with _translated():
+            self._registry.retire(name)
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Names and the revisions they lead to."""
+        return self._registry.current
+
+    @property
+    def versions(self) -> list[AdapterVersion]:
+        return self._registry.versions
+
+    # --- for the engine ---------------------------------------------------------------------------
+
+    def lease(self, ref: AdapterRef | None) -> Lease | None:
+        """A request's hold on what it names; None for the base policy."""
+        if ref is None:
+            return None
+        with _translated():
+            version = self._registry.find(ref.name, ref.rev)
+        lease = Lease(self._registry, version, "finish" if ref.rev is not None else ref.on_publish)
+        self.residency.prefetch(version)
+        return lease
+
+    def make_resident(self, version: AdapterVersion) -> bool:
+        """Whether the version is on the device now; idle ones may have left for it."""
+        if version.slot is not None:
+            return True
+        assert self._use is not None
+        return self.residency.ensure(version, self._use.busy_adapters(), self._use.adapter_order())
+
+    def step(self, slots_T: np.ndarray) -> AdapterStep | None:
+        """What adapters add in a step, from each token's slot."""
+        if not slots_T.any():
+            return None
+        return LoopStep(self.residency.pool, slots_T, self._deterministic)
+
+    @property
+    def residency(self) -> Residency:
+        """Made when the first adapter comes: an engine without any sets nothing aside."""
+        if self._residency is None:
+            config, sites = self._config, self._model.adapter_sites
+            pool = DevicePool(sites, self._dtype, self._device, config.device_mib << 20, config.max_resident)
+            self._residency = Residency(pool)
+        return self._residency
+
+    def check(self, held: list[Lease]) -> None:
+        """Assert that every reference is held by a lease, where `held` are all open ones."""
+        for version in self._registry.versions:
+            count = sum(lease.version is version for lease in held)
+            assert version.references == count, f"{version!r} is held by {count} leases"
+        if self._residency is not None:
+            self._residency.check()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _check(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
+        return check_weights(config, tensors, self._model.adapter_sites, self._config.max_rank, self._same_base)
+
+    def _same_base(self, module: str, tensor: torch.Tensor) -> bool:
+        weight = self._model.base_weight(module)
+        if weight is None or weight.shape != tensor.shape:
+            return False
+        return torch.equal(weight, tensor.to(weight.device, weight.dtype))
+
+    def _freed(self, version: AdapterVersion) -> None:
+        if self._residency is not None:
+            self._residency.drop(version)
+        self._cache.retire(lambda space: (space.adapter, space.adapter_rev) == version.key)
+
+
+def slot_of(lease: Lease | None) -> int:
+    """Where the lease's version is on the device; the base's place without one."""
+    if lease is None:
+        return BASE
+    assert lease.version.slot is not None, f"{lease.version!r} runs without being resident"
+    return lease.version.slot
+
+
+def _report(version: AdapterVersion) -> AdapterReport:
+    return AdapterReport(
+        name=version.name, rev=version.rev, digest=version.digest, num_bytes=version.num_bytes,
+        state=version.state.value, references=version.references,
+    )  # fmt: skip
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """The adapters' exceptions as the engine's."""
+    try:
+        yield
+    except AdapterError as error:
+        kind = _KINDS[type(error)]
+        raise kind(field=error.field, expected=error.expected, actual=error.actual) from error

@@ -1,0 +1,26 @@
+"""How much an engine sets aside for adapters.
+
+Owns the settings and their meaning. Ignores what an adapter is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lora.packing import BUCKETS
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """`max_rank` bounds any module's rank; `device_mib` and `host_mib` what adapters may hold on the device and
+    on the host, `max_resident` how many are on the device at once. Nothing is taken before the first
+    adapter is registered."""
+
+    max_rank: int = 64
+    max_resident: int = 64
+    device_mib: int = 1024
+    host_mib: int = 8192
+
+
+LIMITS = {"max_rank": BUCKETS[-1], "max_resident": 4096, "device_mib": 1 << 20, "host_mib": 1 << 22}
+"""The most each setting may be; the least is 1."""

@@ -20,6 +20,7 @@ from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import segments_of
+from engine.kernels.raw_heads import RawHeads
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
@@ -33,6 +34,9 @@ Attend = Callable[[torch.Tensor, int], torch.Tensor]
 """(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""
 Mix = Callable[[torch.Tensor], torch.Tensor]
 """qkv_TE -> out_TE of one layer."""
+
+AttendRaw = Callable[[torch.Tensor, RawHeads, int], torch.Tensor]
+"""(q_TNH, raw, layer) -> out_TNH from heads as the projection left them."""
 
 FEW_ROWS = 64
 SMALL = 2048
@@ -73,8 +77,10 @@ class FusedForward:
         write_slots_T: torch.Tensor,
         attend: Attend,
         capture: dict[int, torch.Tensor] | None = None,
+        attend_raw: AttendRaw | None = None,
     ) -> torch.Tensor:
-        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
+        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`. `attend_raw`, where given, is
+        used instead of `attend` and does the rotation and the writing too."""
         decoder, layers = self._model.model, self._layers
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
         norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
@@ -83,6 +89,8 @@ class FusedForward:
         for index, layer in enumerate(layers):
 
             def mix(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
+                if attend_raw is not None:
+                    return attend_raw(*self._raw(qkv_TE, index, write_slots_T), index).reshape(qkv_TE.shape[0], -1)
                 q_TNH = self._rotated(qkv_TE, index, positions_T, write_slots_T)
                 return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
 
@@ -173,6 +181,12 @@ class FusedForward:
             write_slots_T,
             self._pool.tokens(index),
         )
+
+    def _raw(self, qkv_TE: torch.Tensor, index: int, write_slots_T: torch.Tensor) -> tuple[torch.Tensor, RawHeads]:
+        shape, rotary = self._shape, self._model.rotary
+        heads_TXH = qkv_TE.view(qkv_TE.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        raw = RawHeads(write_slots_T, self._norms[index], rotary.cos_CE, rotary.sin_CE)
+        return heads_TXH[:, : shape.num_heads], raw
 
     def _norm(self, norm: RMSNorm) -> InputNorm:
         return InputNorm(norm.weight, self._eps)

@@ -25,6 +25,7 @@ from engine.attention.decode_metadata import DecodeMetadata, worthwhile
 from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
 from engine.kernels.decode_step import advance_rows, gather_rows
+from engine.kernels.raw_heads import RawHeads
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
@@ -196,6 +197,13 @@ class GraphStepper:
             self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer)
             return out_BNH
 
+        def attend_raw(q_BNH: torch.Tensor, raw: RawHeads, layer: int) -> torch.Tensor:
+            self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer, raw=raw)
+            return out_BNH
+
+        # Whole pieces of deterministic rows may hold the newest token: it must be in the pool before.
+        rotates = None if self._deterministic else attend_raw
+
         def step() -> None:
             gather_rows(
                 table,
@@ -208,7 +216,7 @@ class GraphStepper:
                 metadata.write_slots_B,
             )
             metadata.cut()
-            hidden_BD = self._forward.hidden(ids_B, positions_B, metadata.write_slots_B, attend)
+            hidden_BD = self._forward.hidden(ids_B, positions_B, metadata.write_slots_B, attend, attend_raw=rotates)
             logits_BV = self._forward.logits(hidden_BD)
             sample_rows(logits_BV, columns, drawn, self._workspace, truncated=modes.truncated, every=every)
             if modes.top:

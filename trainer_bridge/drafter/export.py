@@ -1,9 +1,9 @@
 """Drafters on disk: what a run resumes from, and what an engine serves.
 
 Owns two kinds of folder. A checkpoint (`step-000123/`) holds the trainer's state and whatever the recipe
-needs to go on. An export is in the DeepSpec layout: `config.json`, `model.safetensors`, `sts.json` with
-the temperatures of its confidences, and a model card. Both appear whole or not at all, and neither is
-written with weights that are not finite.
+needs to go on. An export is in the DeepSpec layout: `config.json`, `model.safetensors`, the temperatures of
+its confidences by rule of verification (`sts-rejection.json`), and a model card. Both appear whole or not
+at all, and neither is written with weights that are not finite.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from safetensors.torch import save_file
 
 from engine.dspark.block_model import BlockDrafterModel
 from engine.dspark.block_spec import drafter_spec_from_config, read_config
-from engine.dspark.scaling import StoredScaling, SurvivalScaling
+from engine.dspark.scaling import Rule, StoredScaling, SurvivalScaling
 from engine.errors import InternalError, InvalidRequest
 from engine.weights.loader import load_weights
 from trainer_bridge.checkpoint import numbered, partial_folder, put_in_place
 from trainer_bridge.drafter.evaluation import Calibration, DomainReport, EvaluationReport
 from trainer_bridge.drafter.trainer import DrafterTrainer
-
-SCALING_FILE = "sts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,10 @@ class DrafterCard:
     data: Sequence[str]
     notes: Sequence[str]
     evaluations: Sequence[EvaluationReport] = ()
+
+
+def scaling_file(rule: Rule) -> str:
+    return f"sts-{rule}.json"
 
 
 def published_tensors(model: BlockDrafterModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -60,7 +62,7 @@ def export_drafter(
     config: dict[str, Any],
     card: DrafterCard,
     dtype: torch.dtype,
-    scaling: StoredScaling | None = None,
+    scalings: Sequence[StoredScaling] = (),
 ) -> Path:
     """Write what `sparkroll serve --drafter` reads. `config` is the drafter's, as it was built from."""
     tensors = published_tensors(model, dtype)
@@ -68,9 +70,9 @@ def export_drafter(
     save_file(tensors, partial / "model.safetensors")
     stored = config | {"torch_dtype": str(dtype).removeprefix("torch."), "target_digest": card.target_digest}
     (partial / "config.json").write_text(json.dumps(stored, indent=1))
-    if scaling is not None:
-        SurvivalScaling(model.spec.num_drafts).save(partial / SCALING_FILE, scaling)
-    (partial / "README.md").write_text(model_card(card, config, scaling), encoding="utf-8")
+    for scaling in scalings:
+        SurvivalScaling(model.spec.num_drafts).save(partial / scaling_file(scaling.rule), scaling)
+    (partial / "README.md").write_text(model_card(card, config, scalings), encoding="utf-8")
     put_in_place(partial, folder)
     return folder
 
@@ -116,7 +118,7 @@ def resume_checkpoint(root: Path, trainer: DrafterTrainer) -> dict[str, Any] | N
     return json.loads((folder / "run.json").read_text())
 
 
-def model_card(card: DrafterCard, config: dict[str, Any], scaling: StoredScaling | None) -> str:
+def model_card(card: DrafterCard, config: dict[str, Any], scalings: Sequence[StoredScaling]) -> str:
     """Markdown: what it is, what it was made from, how it does."""
     head = (
         "none (DFlash)" if not config["markov_rank"] else f"{config['markov_head_type']}, rank {config['markov_rank']}"
@@ -137,10 +139,10 @@ def model_card(card: DrafterCard, config: dict[str, Any], scaling: StoredScaling
         *(f"- {line}" for line in card.notes),
         "",
     ]
-    if scaling is not None:
+    if scalings:
+        lines += ["## Confidence temperatures", ""]
+    for scaling in scalings:
         lines += [
-            "## Confidence temperatures",
-            "",
             f"Fitted on {scaling.num_samples} full-window rounds ({scaling.dataset}, {scaling.rule} verification, "
             f"T = {scaling.sampling_temperature:g}): {', '.join(f'{t:.2f}' for t in scaling.temperatures)}.",
             f"Expected calibration error of survival on unseen rounds: {100 * scaling.ece_before:.2f} % before, "

@@ -11,13 +11,13 @@ from engine.models.spec import read_spec
 from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
 from tests.unit.trainer_bridge.drafter.worlds import MASK, SHAPE, make_trainer
 from trainer_bridge.drafter.export import (
-    SCALING_FILE,
     DrafterCard,
     export_drafter,
     load_drafter,
     require_target,
     resume_checkpoint,
     save_checkpoint,
+    scaling_file,
 )
 from trainer_bridge.drafter.initial import DrafterShape, drafter_config, spaced_layers
 
@@ -31,13 +31,13 @@ SCALING = StoredScaling(
 def test_an_export_is_read_back_as_it_was(world, tmp_path, shape):
     model = shaken(world.drafter(shape=shape))
     config = drafter_config(shape, world.folder, read_spec(world.folder), MASK)
-    folder = export_drafter(tmp_path / "drafter", model, config, CARD, torch.float32, SCALING)
+    folder = export_drafter(tmp_path / "drafter", model, config, CARD, torch.float32, [SCALING])
     again, stored = load_drafter(folder, torch.float32, "cpu")
     assert again.spec == model.spec
     ours, theirs = dict(model.named_parameters()), dict(again.named_parameters())
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     scaling = SurvivalScaling(4)
-    assert scaling.load(folder / SCALING_FILE, "rejection") == SCALING
+    assert scaling.load(folder / scaling_file("rejection"), "rejection") == SCALING
     require_target(stored, "abc")
     with pytest.raises(InvalidRequest, match="target_digest"):
         require_target(stored, "another")

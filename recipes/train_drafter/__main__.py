@@ -1,0 +1,58 @@
+"""Command line of the recipe: `python -m recipes.train_drafter --preset tiny`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from engine.config import describe, load_config
+from engine.errors import InvalidRequest, SparkrollError
+from recipes.train_drafter.config import PRESETS, TrainDrafterConfig
+
+
+def main(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "tiny",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="End at the next safe point after so long.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print tokens, bytes and time, and stop.")] = False,
+    show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
+) -> None:
+    """Train a block drafter; started again with the same output folder it goes on where it was."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        config = configuration(preset, list(settings or []), max_seconds)
+        if show:
+            print("\n".join(describe(config)))
+            return
+        # Imported late: answering --help needs no torch.
+        from transformers.utils import logging as transformers_logging
+
+        from recipes.grpo.progress import Display
+        from recipes.train_drafter.run import DrafterRun
+
+        transformers_logging.disable_progress_bar()
+        with Display() as display:
+            run = DrafterRun(config, display)
+            results = run.dry_run() if dry_run else run.run()
+    except SparkrollError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(json.dumps(results), flush=True)
+
+
+def configuration(preset: str, overrides: list[str], max_seconds: float | None = None) -> TrainDrafterConfig:
+    """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
+    if preset not in PRESETS:
+        raise InvalidRequest(field="preset", expected=f"one of {sorted(PRESETS)}", actual=preset)
+    extra = [] if max_seconds is None else [f"max_seconds={float(max_seconds)}"]
+    return load_config(TrainDrafterConfig, overrides=[*overrides, *extra], base=PRESETS[preset]())
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -232,7 +232,7 @@ def sampling_case(name: str, vocab: int, batch: int, kind: str, dtype: torch.dty
     columns, out = sampling_columns(batch, **KINDS[kind]), SampleOut.empty(batch, "cuda")
     truncated = not kind.startswith(("T=", "greedy"))
     spaces = {tile: SampleWorkspace.empty(batch, vocab, "cuda", tile=tile) for tile in (1024, 2048, 4096)}
-    choices = [(2048, Warps()), (2048, Warps(scan=2, bounds=2)), (2048, Warps(level=4, cut=8))]
+    choices = [(2048, Warps()), (2048, Warps(scan=2, bounds=2)), (2048, Warps(cut=4, threshold=8))]
     if not truncated:
         choices = [(1024, Warps(scan=2)), (2048, Warps(scan=2)), (2048, Warps()), (4096, Warps(scan=4))]
     variants = {}
@@ -241,7 +241,7 @@ def sampling_case(name: str, vocab: int, batch: int, kind: str, dtype: torch.dty
         def run(i: int, tile: int = tile, warps: Warps = warps) -> object:
             return sample_rows(logits[i], columns, out, spaces[tile], truncated, warps=warps)
 
-        variants[f"{tile}/w{warps.scan}.{warps.level}.{warps.cut}.{warps.bounds}"] = run
+        variants[f"{tile}/w{warps.scan}.{warps.cut}.{warps.threshold}.{warps.bounds}"] = run
 
     def check() -> float:
         few = min(batch, 16)

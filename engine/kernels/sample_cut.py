@@ -1,12 +1,12 @@
 """Where a truncated row is cut, from the list of its bracket: top-k, top-p, min-p and, in a short list, the draw.
 
-Owns the exact cut among at most `LONG` listed ids, given how much lies above them, and the proof that it is
-the row's: if the list cannot prove it the row is left to `engine.kernels.sample_threshold`. The list stays
-in registers; a threshold is bisected in it, with one count or sum at each step, in ordered bits of fp32.
-Where the list holds every id that remains and is short the token is drawn as well; otherwise
+Owns the exact cut among listed ids, given how much lies above them, and the proof that it is the row's; the
+kernel is for short lists, and leaves others and what it cannot prove to `engine.kernels.sample_threshold`.
+The list stays in registers. A threshold is searched there in the ordered bits of fp32, by counts or sums at
+P pivots a step. Where a short list holds every id that remains the token is drawn as well; otherwise
 `engine.kernels.sample_bounds` follows.
 
-Shapes: L listed ids.
+Shapes: L listed ids, P pivots.
 """
 
 # Conditions known when compiling stay apart from those that are not.
@@ -34,7 +34,7 @@ from engine.kernels.sample_level import (
     log_floor_of,
     row_total,
 )
-from engine.kernels.sample_list import ABOVE_COUNT, ABOVE_SUM
+from engine.kernels.sample_list import ABOVE_COUNT, ABOVE_SUM, TILES_EACH
 from engine.kernels.sample_scan import LOG2_E, MAX, STATS, WORD_SCALE
 
 NO_ID = tl.constexpr(2**31 - 1)
@@ -54,24 +54,32 @@ def _value_of(ordered):
 
 
 @triton.jit
-def _highest_with(values_L, amounts_L, needed, low, high):
+def _highest_with(values_L, amounts_L, needed, low, high, P: tl.constexpr):
     """The highest value at or above which at least `needed` of the amounts lie; at `low` they do."""
     a, b = _ordered(low), _ordered(high)
+    at_P = tl.arange(0, P) + 1
     while a < b:
-        middle = (a + b + 1) >> 1
-        enough = tl.sum(tl.where(values_L >= _value_of(middle), amounts_L, 0), 0) >= needed
-        a, b = tl.where(enough, middle, a), tl.where(enough, b, middle - 1)
+        pivots_P = a + ((b - a) * at_P + (P - 1)) // P
+        if P == 1:
+            pivots_P = a + (b - a + 1) // 2 + tl.zeros((P,), tl.int64)
+        above_LP = values_L[:, None] >= _value_of(pivots_P)[None, :]
+        enough_P = tl.sum(tl.where(above_LP, amounts_L[:, None], 0), 0) >= needed
+        new_a = tl.maximum(a, tl.max(tl.where(enough_P, pivots_P, a), 0))
+        a, b = new_a, tl.minimum(b, tl.min(tl.where(enough_P, b, pivots_P - 1), 0))
     return _value_of(a)
 
 
 @triton.jit
-def _id_of_tied(tied_L, ids_L, kept, V):
+def _id_of_tied(tied_L, ids_L, kept, V, P: tl.constexpr):
     """The lowest id up to which `kept` tied ids lie."""
     a, b = kept * 0, kept * 0 + V - 1
+    at_P = tl.arange(0, P)
     while a < b:
-        middle = (a + b) // 2
-        enough = tl.sum((tied_L & (ids_L <= middle)).to(tl.int32), 0) >= kept
-        a, b = tl.where(enough, a, middle + 1), tl.where(enough, middle, b)
+        pivots_P = a + (b - a) // (P + 1) * (at_P + 1)
+        upto_LP = tied_L[:, None] & (ids_L[:, None] <= pivots_P[None, :])
+        enough_P = tl.sum(upto_LP.to(tl.int32), 0) >= kept
+        new_a = tl.maximum(a, tl.max(tl.where(enough_P, a, pivots_P + 1), 0))
+        a, b = new_a, tl.minimum(b, tl.min(tl.where(enough_P, pivots_P, b), 0))
     return a
 
 
@@ -92,10 +100,11 @@ def _draw(
 
 
 @triton.jit
-def _cut(
+def cut_listed(
     record_ptr, ids_ptr, values_ptr, found, total, above_count, above_mass, low, high, highest, temperature, top_k,
-    top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, L: tl.constexpr, DRAW: tl.constexpr,
+    top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, L: tl.constexpr, P: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
+    """Record the cut among the first L places of a list, and the token if `DRAW`; whether it is the row's."""
     at_L = tl.arange(0, L)
     present_L = at_L < found
     values_L = tl.load(values_ptr + at_L, mask=present_L, other=-INF)
@@ -110,7 +119,7 @@ def _cut(
     good = found >= 0
     if by_count:
         if (above_count < top_k) & (above_count + found >= top_k):
-            threshold = _highest_with(values_L, present_L.to(tl.int32), top_k - above_count, low, top)
+            threshold = _highest_with(values_L, present_L.to(tl.int32), top_k - above_count, low, top, P)
             over_L = values_L > threshold
             over = above_count + tl.sum(over_L.to(tl.int32), 0)
             equal = tl.sum((values_L == threshold).to(tl.int32), 0)
@@ -126,7 +135,7 @@ def _cut(
             good = found < 0
         elif held >= needed:
             least = tl.maximum(threshold, low)
-            edge = _highest_with(values_L, mass_L, needed - above_mass, least, top)
+            edge = _highest_with(values_L, mass_L, needed - above_mass, least, top, P)
             over = above_mass + tl.sum(tl.where(values_L > edge, mass_L, 0.0), 0)
             tied = tl.sum((values_L == edge).to(tl.int32), 0)
             each = tl.exp((edge.to(tl.float64) - highest.to(tl.float64)) / temperature)
@@ -140,7 +149,7 @@ def _cut(
         ids_L = tl.load(ids_ptr + at_L, mask=present_L, other=NO_ID)
         last_tied = found * 0 + V
         if kept < equal:
-            last_tied = _id_of_tied((values_L == threshold) & present_L, ids_L, kept, V)
+            last_tied = _id_of_tied((values_L == threshold) & present_L, ids_L, kept, V, P)
         kept_L = (values_L > threshold) | ((values_L == threshold) & (ids_L <= last_tied))
         kept_L = kept_L & present_L & (below_L >= log_floor)
         least = tl.min(tl.where(kept_L, values_L, INF), 0)
@@ -158,6 +167,26 @@ def _cut(
                 )  # fmt: skip
                 state = found * 0 + DRAWN
         tl.store(record_ptr + STATE, state.to(tl.float64))
+    return good
+
+
+@triton.jit
+def listed_row(record_ptr, found_ptr, stats_ptr, row, tiles, temperature, TILES: tl.constexpr):
+    """What is known of a row's list: length, total mass, number and mass above it, ends, highest logit."""
+    low, high = tl.load(record_ptr + LOW).to(tl.float32), tl.load(record_ptr + HIGH).to(tl.float32)
+    found = tl.load(found_ptr + row)
+    at_T = tl.arange(0, TILES)
+    maxima_T = tl.load(stats_ptr + MAX * tiles + at_T, mask=at_T < tiles, other=-INF)
+    highest = tl.max(maxima_T, 0)
+    total = row_total(stats_ptr, tiles, at_T, maxima_T, highest, LOG2_E / temperature.to(tl.float32))
+    above_count, above_mass = found * 0, total * 0.0
+    if high < INF:
+        written_T = at_T < tl.cdiv(tiles, TILES_EACH)
+        sums_T = tl.load(stats_ptr + ABOVE_SUM * tiles + at_T, mask=written_T, other=0.0)
+        counts_T = tl.load(stats_ptr + ABOVE_COUNT * tiles + at_T, mask=written_T, other=0.0)
+        above_mass = tl.sum(sums_T.to(tl.float64), 0)
+        above_count = tl.sum(counts_T.to(tl.int32), 0)
+    return found, total, above_count, above_mass, low, high, highest
 
 
 @triton.jit
@@ -168,35 +197,18 @@ def sample_cut_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     record_ptr += row * RECORD_WIDTH
-    low = tl.load(record_ptr + LOW).to(tl.float32)
-    if low == INF:
+    if (tl.load(record_ptr + LOW) == INF) | (tl.load(found_ptr + row) > SHORT):
         return
-    high = tl.load(record_ptr + HIGH).to(tl.float32)
-    found = tl.load(found_ptr + row)
     slot = row
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     stats_ptr += row * (STATS * tiles)
-    at_T = tl.arange(0, TILES)
-    maxima_T = tl.load(stats_ptr + MAX * tiles + at_T, mask=at_T < tiles, other=-INF)
-    highest = tl.max(maxima_T, 0)
-    total = row_total(stats_ptr, tiles, at_T, maxima_T, highest, LOG2_E / temperature.to(tl.float32))
-    above_count, above_mass = found * 0, total * 0.0
-    if high < INF:
-        sums_T = tl.load(stats_ptr + ABOVE_SUM * tiles + at_T, mask=at_T < tiles, other=0.0)
-        counts_T = tl.load(stats_ptr + ABOVE_COUNT * tiles + at_T, mask=at_T < tiles, other=0.0)
-        above_mass = tl.sum(sums_T.to(tl.float64), 0)
-        above_count = tl.sum(counts_T.to(tl.int32), 0)
-    ids_ptr, values_ptr = list_ids_ptr + row * LONG, list_values_ptr + row * LONG
-    if found <= SHORT:
-        _cut(
-            record_ptr, ids_ptr, values_ptr, found, total, above_count, above_mass, low, high, highest, temperature,
-            top_k, top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, SHORT, True,
-        )  # fmt: skip
-    elif found <= LONG:
-        _cut(
-            record_ptr, ids_ptr, values_ptr, found, total, above_count, above_mass, low, high, highest, temperature,
-            top_k, top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, LONG, False,
-        )  # fmt: skip
+    found, total, above_count, above_mass, low, high, highest = listed_row(
+        record_ptr, found_ptr, stats_ptr, row, tiles, temperature, TILES
+    )
+    cut_listed(
+        record_ptr, list_ids_ptr + row * LONG, list_values_ptr + row * LONG, found, total, above_count, above_mass, low,
+        high, highest, temperature, top_k, top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, SHORT, 4, True,
+    )  # fmt: skip

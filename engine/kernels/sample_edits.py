@@ -63,12 +63,7 @@ def edit(values, ids, inside, edits):
 @triton.jit
 def row_values(logits_ptr, at, V, ids, edits, EDITS: tl.constexpr):
     """fp32 logits after edits, of a row that begins at `at`; -inf beyond the vocabulary."""
-    return values_at(logits_ptr, at, ids < V, ids, edits, EDITS)
-
-
-@triton.jit
-def values_at(logits_ptr, at, inside, ids, edits, EDITS: tl.constexpr):
-    """fp32 logits after edits of the ids that are `inside`; -inf elsewhere."""
+    inside = ids < V
     values = tl.load(logits_ptr + at + ids, mask=inside, other=-INF).to(tl.float32)
     if EDITS:
         if edits[0]:

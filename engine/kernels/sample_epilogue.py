@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.sample_bounds import TILES_EACH as BOUNDED_EACH
 from engine.kernels.sample_bounds import sample_bounds_kernel
 from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_cut import sample_cut_kernel
@@ -39,6 +40,7 @@ from engine.kernels.sample_level import (
     parts_reaching,
     sample_level_kernel,
 )
+from engine.kernels.sample_list import TILES_EACH as LISTED_EACH
 from engine.kernels.sample_list import sample_list_kernel
 from engine.kernels.sample_reference import sample_rows_reference
 from engine.kernels.sample_scan import (
@@ -205,9 +207,9 @@ class Warps:
 
     scan: int = 0
     level: int = 8
-    list: int = 4
-    cut: int = 16
-    threshold: int = 8
+    list: int = 1
+    cut: int = 8
+    threshold: int = 16
     bounds: int = 0
     pick: int = 8
 
@@ -283,7 +285,7 @@ def _cut_rows(
         logits_BV, stats, workspace.maxima_BT, record, found, *given, *shape, **rest, LONG=long,
         REACHING=parts_reaching(tiles * PARTS, workspace.short // 2), num_warps=warps.level,
     )  # fmt: skip
-    sample_list_kernel[(tiles, rows)](
+    sample_list_kernel[(triton.cdiv(tiles, LISTED_EACH), rows)](
         logits_BV, stats, workspace.maxima_BT, record, found, *lists, *given, *shape, **modes, LONG=long,
         num_warps=warps.list,
     )  # fmt: skip
@@ -295,9 +297,9 @@ def _cut_rows(
         enable_fp_fusion=False,
     )  # fmt: skip
     sample_threshold_kernel[(rows,)](
-        logits_BV, stats, record, *given, *shape, **modes, CHUNK=min(tile, 128 * warps.threshold),
-        num_warps=warps.threshold,
+        logits_BV, stats, record, found, *lists, *given, *shape, **modes, CHUNK=min(tile, 128 * warps.threshold),
+        SHORT=workspace.short, LONG=long, num_warps=warps.threshold,
     )  # fmt: skip
-    sample_bounds_kernel[(tiles, rows)](
+    sample_bounds_kernel[(triton.cdiv(tiles, BOUNDED_EACH), rows)](
         logits_BV, stats, record, *given, *shape, **modes, num_warps=warps.bounds or max(1, tile // 512)
     )  # fmt: skip

@@ -57,14 +57,14 @@ def log_floor_of(min_p):
 
 
 @triton.jit
-def _level_reached(maxima_M, wanted, low, highest):
-    """A level that `wanted` maxima reach, near the highest such; `low` where too few reach that."""
+def _level_holding(maxima_M, amounts_M, wanted, low, highest):
+    """A level at which maxima hold at least `wanted` of their amounts, near the highest such; `low` has it."""
     high = highest
-    if tl.sum((maxima_M >= highest).to(tl.int32), 0) >= wanted:
+    if tl.sum(tl.where(maxima_M >= highest, amounts_M, 0.0), 0) >= wanted:
         low = highest
     for _ in range(HALVINGS):
         middle = low + (high - low) * 0.5
-        enough = tl.sum((maxima_M >= middle).to(tl.int32), 0) >= wanted
+        enough = tl.sum(tl.where(maxima_M >= middle, amounts_M, 0.0), 0) >= wanted
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low
 
@@ -75,10 +75,19 @@ def _sum(x_G8):
 
 
 @triton.jit
+def _least(x_G8):
+    """The lowest of the finite."""
+    return tl.min(tl.min(tl.where(x_G8 > -INF, x_G8, INF), 1), 0)
+
+
+@triton.jit
 def _count_bracket(sample_G8, share, wanted, low, highest):
     """Levels above which surely at least, and at most, `wanted` ids lie; the number above the lower."""
-    low_a, low_b, high_a, high_b = low, highest, low, highest
     sampled = wanted / share
+    count = _sum((sample_G8 > -INF).to(tl.float32))
+    if count - CAUTION * tl.sqrt(count) - 1.0 >= sampled:
+        low = tl.maximum(low, _least(sample_G8))
+    low_a, low_b, high_a, high_b = low, highest, low, highest
     for _ in range(HALVINGS):
         middle, above = low_a + (low_b - low_a) * 0.5, high_a + (high_b - high_a) * 0.5
         count = _sum((sample_G8 >= middle).to(tl.float32))
@@ -100,6 +109,7 @@ def _below(sample_G8, weights_G8, level):
 @triton.jit
 def _mass_bracket(sample_G8, weights_G8, spare, low, highest):
     """Levels below which surely at most, and at least, `spare` of the sample's mass lies."""
+    low = tl.maximum(low, _least(sample_G8))
     low_a, low_b, high_a, high_b = low, highest, low, highest
     for _ in range(HALVINGS):
         middle, above = low_a + (low_b - low_a) * 0.5, high_a + (high_b - high_a) * 0.5
@@ -149,13 +159,20 @@ def sample_level_kernel(
     parts = tiles * PARTS
     maxima_M = tl.load(maxima_ptr + row * parts + at_M, mask=at_M < parts, other=-INF)
     by_count, by_mass = (top_k > 0) & (top_k < V), top_p < 1.0
-    reaching = tl.where(by_count, top_k, tl.where(by_mass, REACHING, 0))
     low, high = floor, highest * 0.0 + INF
-    if reaching > 0:
-        low = _level_reached(maxima_M, tl.minimum(reaching, parts), bottom, highest)
-    # Few ids for certain, or few enough parts to rank them by; else the sample is asked.
-    asked = (by_count & (top_k > parts - parts // 8)) | (by_mass & (by_count == 0) & (low > floor))
-    asked = asked | ((by_count == 0) & (by_mass == 0))
+    asked = (by_count & (top_k > parts - parts // 8)) | ((by_count == 0) & (by_mass == 0))
+    if by_count | by_mass:
+        lowest = tl.maximum(bottom, tl.min(tl.where(at_M < parts, maxima_M, INF), 0))
+        reaching = tl.minimum(tl.where(by_count, top_k, REACHING), parts).to(tl.float32)
+        low = _level_holding(maxima_M, (maxima_M > -INF).to(tl.float32), reaching, lowest, highest)
+        if (by_count == 0) & (low > floor):
+            # Maxima alone may hold the mass that remains, among few of them.
+            weights_M = tl.where(maxima_M >= low, fast_exp2((maxima_M - highest) * scale), 0.0)
+            needed = (top_p * total).to(tl.float32) * (1.0 + 1e-5)
+            if tl.sum(weights_M, 0) >= needed:
+                low = _level_holding(maxima_M, weights_M, needed, low, highest)
+            else:
+                asked = True
     if asked:
         edits = edits_of(
             slot, tl.load(position_ptr + slot), V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr,

@@ -1,10 +1,11 @@
-"""The ids of a truncated row's bracket, and how much lies above it: one pass, split over the tiles.
+"""The ids of a truncated row's bracket, and how much lies above it: one pass, split over segments of tiles.
 
-Owns reading the parts that reach the bracket. Ignores how it was chosen (`engine.kernels.sample_level`) and
+Owns reading the parts that reach the bracket, one after the other in programs of one warp, which needs no
+barrier to number the ids it finds. Ignores how it was chosen (`engine.kernels.sample_level`) and
 what follows from it (`engine.kernels.sample_cut`). Places in the list are taken by an atomic counter: in
 which order ids lie there is left open, and nothing that reads the list depends on it.
 
-Shapes: P parts of a tile, W ids of a part.
+Shapes: P parts of a segment, W ids of a part.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels.fast_math import fast_exp2
-from engine.kernels.sample_edits import INF, edits_of, values_at
+from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_level import HIGH, LOW, RECORD_WIDTH
 from engine.kernels.sample_scan import KEPT_MOMENT, KEPT_SUM, LOG2_E, MAX, PARTS, STATS
 
 ABOVE_SUM, ABOVE_COUNT = KEPT_SUM, KEPT_MOMENT
-"""Columns of statistics, by tile, until a later kernel uses them: mass and number of ids above the bracket."""
+"""Columns of statistics until a later kernel uses them: mass and number of ids above the bracket, by segment."""
+TILES_EACH = tl.constexpr(2)
+"""Tiles of a segment."""
 
 
 @triton.jit
@@ -29,50 +32,53 @@ def sample_list_kernel(
     logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, LONG: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    segment = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     low = tl.load(record_ptr + row * RECORD_WIDTH + LOW).to(tl.float32)
     high = tl.load(record_ptr + row * RECORD_WIDTH + HIGH).to(tl.float32)
-    maxima_P = tl.load(maxima_ptr + (row * tiles + tile) * PARTS + tl.arange(0, PARTS))
+    at_P = tl.arange(0, TILES_EACH * PARTS)
+    part_P = segment * (TILES_EACH * PARTS) + at_P
+    maxima_P = tl.load(maxima_ptr + row * (tiles * PARTS) + part_P, mask=part_P < tiles * PARTS, other=-INF)
     if low == INF:
         return
-    bounded = high < INF
-    stats_ptr += row * (STATS * tiles)
-    if tl.max(maxima_P, 0) < low:
-        if bounded:
-            tl.store(stats_ptr + ABOVE_SUM * tiles + tile, low * 0.0)
-            tl.store(stats_ptr + ABOVE_COUNT * tiles + tile, low * 0.0)
-        return
-    slot = row
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-    position = row
-    if EDITS:
-        position = tl.load(position_ptr + slot)
-    edits = edits_of(
-        slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
-    )  # fmt: skip
     width: tl.constexpr = TILE // PARTS
-    ids_PW = tile * TILE + tl.arange(0, PARTS)[:, None] * width + tl.arange(0, width)[None, :]
-    read_PW = (ids_PW < V) & (maxima_P >= low)[:, None]
-    values_PW = values_at(logits_ptr, row * logits_stride, read_PW, ids_PW, edits, EDITS)
+    bounded = high < INF
+    reached_P = maxima_P >= low
+    at = tl.min(tl.where(reached_P, at_P, TILES_EACH * PARTS), 0)
+    above_W, mass_W = tl.zeros((width,), tl.int32), tl.zeros((width,), tl.float32)
+    stats_ptr += row * (STATS * tiles)
+    if at < TILES_EACH * PARTS:
+        slot = row
+        if HAS_SLOTS:
+            slot = tl.load(slots_ptr + row).to(tl.int64)
+        position = row
+        if EDITS:
+            position = tl.load(position_ptr + slot)
+        edits = edits_of(
+            slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
+            mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        )  # fmt: skip
+        highest, scale = low, low * 0.0
+        if bounded:
+            scale = LOG2_E / tl.load(temperature_ptr + slot).to(tl.float32)
+            at_T = tl.arange(0, TILES)
+            highest = tl.max(tl.load(stats_ptr + MAX * tiles + at_T, mask=at_T < tiles, other=-INF), 0)
+        while at < TILES_EACH * PARTS:
+            ids_W = (segment * (TILES_EACH * PARTS) + at) * width + tl.arange(0, width)
+            values_W = row_values(logits_ptr, row * logits_stride, V, ids_W, edits, EDITS)
+            if bounded:
+                over_W = values_W >= high
+                above_W += over_W.to(tl.int32)
+                mass_W += tl.where(over_W, fast_exp2((values_W - highest) * scale), 0.0)
+            listed_W = (values_W >= low) & (values_W < high)
+            order_W = tl.cumsum(listed_W.to(tl.int32), 0)
+            count = tl.max(order_W, 0)
+            if count > 0:
+                place_W = tl.atomic_add(found_ptr + row, count, sem="relaxed") + order_W - 1
+                listed_W = listed_W & (place_W < LONG)
+                tl.store(list_ids_ptr + row * LONG + place_W, ids_W, mask=listed_W)
+                tl.store(list_values_ptr + row * LONG + place_W, values_W, mask=listed_W)
+            at = tl.min(tl.where(reached_P & (at_P > at), at_P, TILES_EACH * PARTS), 0)
     if bounded:
-        temperature = tl.load(temperature_ptr + slot).to(tl.float32)
-        at_T = tl.arange(0, TILES)
-        highest = tl.max(tl.load(stats_ptr + MAX * tiles + at_T, mask=at_T < tiles, other=-INF), 0)
-        above_PW = values_PW >= high
-        weights_PW = tl.where(above_PW, fast_exp2((values_PW - highest) * (LOG2_E / temperature)), 0.0)
-        tl.store(stats_ptr + ABOVE_SUM * tiles + tile, tl.sum(tl.sum(weights_PW, 1), 0))
-        tl.store(stats_ptr + ABOVE_COUNT * tiles + tile, tl.sum(tl.sum(above_PW.to(tl.float32), 1), 0))
-    listed_PW = (values_PW >= low) & (values_PW < high)
-    ones_PW = listed_PW.to(tl.int32)
-    count_P = tl.sum(ones_PW, 1)
-    count = tl.sum(count_P, 0)
-    if count > 0:
-        first = tl.atomic_add(found_ptr + row, count, sem="relaxed")
-        before_P = tl.cumsum(count_P, 0) - count_P
-        place_PW = first + before_P[:, None] + tl.cumsum(ones_PW, 1) - 1
-        listed_PW = listed_PW & (place_PW < LONG)
-        tl.store(list_ids_ptr + row * LONG + place_PW, ids_PW, mask=listed_PW)
-        tl.store(list_values_ptr + row * LONG + place_PW, values_PW, mask=listed_PW)
+        tl.store(stats_ptr + ABOVE_SUM * tiles + segment, tl.sum(mass_W, 0))
+        tl.store(stats_ptr + ABOVE_COUNT * tiles + segment, tl.sum(above_W, 0).to(tl.float32))

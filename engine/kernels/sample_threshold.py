@@ -1,8 +1,9 @@
 """Where a truncated row is cut: top-k, top-p and min-p without sorting.
 
 Owns the exact search for the lowest value kept and, among ids that tie there, the last one kept,
-as `engine.sampling.truncate` defines them; in one program per row. For rows whose bracket
-`engine.kernels.sample_level` misjudged, or whose ties no list holds; all others it leaves at once.
+as `engine.sampling.truncate` defines them; in one program per row: in the row's list where that is a
+long one, else in the whole row, whose bracket `engine.kernels.sample_level` then misjudged or whose ties no
+list holds. Rows whose cut is known it leaves at once.
 
 The search keeps two logits a <= t <= b around the threshold t. Each pass counts ids and mass at or
 above PIVOTS values between them, then moves a and b to the nearest logits that still enclose t.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.fast_math import fast_exp2
+from engine.kernels.sample_cut import cut_listed, listed_row
 from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_level import (
     CUT,
@@ -30,7 +32,6 @@ from engine.kernels.sample_level import (
     RECORD_WIDTH,
     STATE,
     log_floor_of,
-    row_total,
 )
 from engine.kernels.sample_scan import (
     LOG2_E,
@@ -149,10 +150,12 @@ def is_kept(values, ids, threshold, last_tied):
 
 @triton.jit
 def sample_threshold_kernel(
-    logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-    mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
-    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
+    logits_ptr, stats_ptr, record_ptr, found_ptr, list_ids_ptr, list_values_ptr, slots_ptr, active_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr,
+    presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id,
+    logits_stride, V, tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     record_ptr += row * RECORD_WIDTH
@@ -165,9 +168,17 @@ def sample_threshold_kernel(
     top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     stats_ptr += row * (STATS * tiles)
     maxima_ptr = stats_ptr + MAX * tiles
-    at_T = tl.arange(0, TILES)
-    maxima_T = tl.load(maxima_ptr + at_T, mask=at_T < tiles, other=-INF)
-    highest = tl.max(maxima_T, 0)
+    found, total, above_count, above_mass, low, high, highest = listed_row(
+        record_ptr, found_ptr, stats_ptr, row, tiles, wide_temperature, TILES
+    )
+    if (found > SHORT) & (found <= LONG):
+        settled = cut_listed(
+            record_ptr, list_ids_ptr + row * LONG, list_values_ptr + row * LONG, found, total, above_count, above_mass,
+            low, high, highest, wide_temperature, top_k, top_p, min_p, seed_ptr, position_ptr, slot, first_id, V, LONG,
+            1, False,
+        )  # fmt: skip
+        if settled:
+            return
     inverse = 1.0 / wide_temperature.to(tl.float32)
     scale = inverse * LOG2_E
     position = tl.load(position_ptr + slot)
@@ -176,7 +187,6 @@ def sample_threshold_kernel(
         mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
     )  # fmt: skip
     at = row * logits_stride
-    total = row_total(stats_ptr, tiles, at_T, maxima_T, highest, scale)
     log_floor = log_floor_of(min_p)
     floor = highest.to(tl.float64) + wide_temperature * log_floor
     threshold, kept, equal = (floor - 1.0).to(tl.float32), V, V

@@ -150,7 +150,7 @@ class SampleWorkspace:
             space(rows, tiles * PARTS),
             space(rows, RECORD, dtype=torch.float64),
             space(rows, dtype=torch.int32),
-            space(rows, listed, dtype=torch.int32),
-            space(rows, listed),
+            torch.empty(rows, listed, dtype=torch.int32, device=device),
+            torch.empty(rows, listed, dtype=torch.float32, device=device),
             tile,
         )

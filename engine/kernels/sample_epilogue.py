@@ -70,6 +70,8 @@ from engine.kernels.sample_threshold import is_kept, sample_threshold_kernel
 __all__ = ["sample_rows", "sample_rows_reference"]
 
 BEYOND = tl.constexpr(2**31 - 1)
+CUT_REGISTERS = 128
+"""So that two programs of 8 warps share a processor: 256 rows are then cut at once."""
 
 
 @triton.jit
@@ -259,7 +261,7 @@ def sample_rows(
     warps = warps or Warps()
     sample_scan_kernel[(tiles, rows)](
         logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants,
-        num_warps=warps.scan or max(1, tile // 512),
+        num_warps=warps.scan or max(1, tile // (512 if truncated else 1024)),
     )  # fmt: skip
     modes["TILES"] = triton.next_power_of_2(tiles)
     if truncated:
@@ -294,12 +296,12 @@ def _cut_rows(
     sample_cut_kernel[(rows,)](
         stats, record, found, *lists, slots, temperature, top_k, top_p, min_p, seed, position, first_id, vocab, tiles,
         TILES=modes["TILES"], SHORT=workspace.short, LONG=long, HAS_SLOTS=modes["HAS_SLOTS"], num_warps=warps.cut,
-        enable_fp_fusion=False,
+        maxnreg=CUT_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     sample_threshold_kernel[(rows,)](
         logits_BV, stats, record, found, *lists, *given, *shape, **modes, CHUNK=min(tile, 128 * warps.threshold),
         SHORT=workspace.short, LONG=long, num_warps=warps.threshold,
     )  # fmt: skip
     sample_bounds_kernel[(triton.cdiv(tiles, BOUNDED_EACH), rows)](
-        logits_BV, stats, record, *given, *shape, **modes, num_warps=warps.bounds or max(1, tile // 512)
+        logits_BV, stats, record, *given, *shape, **modes, num_warps=warps.bounds or max(1, tile // 1024)
     )  # fmt: skip

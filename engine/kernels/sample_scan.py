@@ -43,6 +43,9 @@ GREEDY = tl.constexpr(GREEDY_BELOW)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 WORD_SCALE = tl.constexpr(2.0**-32)
+BIT_SCALE = tl.constexpr(2.0**-23)
+MANTISSA = tl.constexpr(0.0861)
+"""The most that log2(1 + m) exceeds m, 0 <= m < 1."""
 BY_PROCESSED, BY_TEMPERATURE, BY_RAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -89,21 +92,21 @@ def tile_words(seed, position, first_id, tile, TILE: tl.constexpr):
 
 @triton.jit
 def largest_ratio(weights, words):
-    """At least the largest weight / E over [N, 8], at most an eighth more where E is small.
+    """The largest weight / E over [N, 8], as bits: never less than it, little more where E is small.
 
     E is no less than u, and u no less than its 23 leading bits, which become a float without a
-    conversion when put behind the exponent of 1. Its bits taken from those of 2^127 are a float between
-    1 and 1.125 times its reciprocal, since the mantissa stands for a logarithm that it never exceeds.
+    conversion when put behind the exponent of 1. A float's bits are about its logarithm to base 2, in units of
+    2^-23, and exceed it by no more than `MANTISSA`; so the difference of two floats' bits is about the
+    logarithm of their quotient.
     """
-    u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    reciprocal = (0x7F000000 - u.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    return tl.max(tl.max(weights * reciprocal, 1), 0)
+    u = ((words >> 9) + 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return tl.max(tl.max(weights.to(tl.int32, bitcast=True) - u.to(tl.int32, bitcast=True), 1), 0)
 
 
 @triton.jit
-def bound_of(ratio, base, inverse_temperature):
+def bound_of(ratio_bits, base, inverse_temperature):
     """fp32 upper bound of perturbed logits whose weights are relative to `base`."""
-    return tl.where(ratio > 0.0, tl.log(ratio) + base * inverse_temperature, -INF)
+    return (ratio_bits.to(tl.float32) * BIT_SCALE + MANTISSA) * LN_2 + base * inverse_temperature
 
 
 @triton.jit
@@ -180,7 +183,8 @@ def sample_scan_kernel(
         tl.store(maxima_ptr + (row * tiles + tile) * PARTS + tl.arange(0, PARTS), parts)
     elif not greedy:
         words = tile_words(tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True), position, first_id, tile, TILE)
-        best = bound_of(largest_ratio(weights, words), base, inverse)
+        bound = bound_of(largest_ratio(weights, words), base, inverse)
+        best = tl.where(best == -INF, -INF, bound)
     out = stats_ptr + row * (STATS * tiles) + tile
     if ENTROPY:
         tl.store(out + MOMENT * tiles, moment)

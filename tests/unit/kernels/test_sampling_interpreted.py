@@ -11,6 +11,7 @@ import triton.language as tl
 from engine.kernels.philox import noise_words
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows, sample_rows_reference
+from engine.kernels.sample_level import DRAWN, HIGH, KNOWN, STATE
 from engine.kernels.sample_top import sample_top
 from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import DEFINITIONS, DeviceTable
@@ -112,6 +113,32 @@ def test_rows_of_all_kinds_equal_the_hosts_sampler():
     assert torch.equal(out.raw_B[greedy], out.processed_B[greedy])
     expected = sample_rows_reference(logits_BV, columns, SampleOut.empty(count, "cpu", entropy=True))
     assert_equal_columns(out, expected)
+
+
+def test_every_way_to_a_cut_equals_the_reference():
+    """Drawn from a short list; cut in a long one; in one with much above it; ties that no list holds."""
+    vocab, params = (
+        520,
+        [{"top_k": 5, "top_p": 0.9, "min_p": 0.3}, {"top_k": 90, "top_p": 0.9999}, {"top_p": 0.9}, {"top_p": 0.6}],
+    )
+    rows = [RowSampling(SamplingParams(**p), Want(), 5 + i, PROMPT, ()) for i, p in enumerate(params)]
+    logits_BV = torch.randn(4, vocab, generator=torch.Generator().manual_seed(9)) * 2
+    logits_BV[2] /= 4
+    logits_BV[3] = 1.5
+    columns = columns_of(rows, [20] * 4, vocab)
+    columns.edits = None
+    workspace = SampleWorkspace.empty(4, vocab, "cpu", tile=TILE)
+    # Shorter than this vocabulary's, so that few ids show every way.
+    workspace.list_ids_BL, workspace.list_values_BL = (
+        whole[:, :256].contiguous() for whole in (workspace.list_ids_BL, workspace.list_values_BL)
+    )
+    out, expected = (SampleOut.empty(4, "cpu", entropy=True) for _ in range(2))
+    sample_rows(logits_BV, columns, out, workspace)
+    assert_equal_columns(out, sample_rows_reference(logits_BV, columns, expected))
+    assert workspace.record_BR[:, STATE.value].tolist() == [DRAWN.value] + [KNOWN.value] * 3
+    found, high = workspace.found_B.tolist(), workspace.record_BR[:, HIGH.value].tolist()
+    assert found[0] <= workspace.short < found[1] <= 256 < found[3] == vocab
+    assert high[:2] == [float("inf")] * 2 and high[2] < float(logits_BV[2].max())
 
 
 def test_slots_padding_and_inactive_rows():

@@ -89,7 +89,8 @@ class Adapters:
                 raise InvalidRequest(field=f"adapters.{field}", expected=f"1 to {most}", actual=getattr(config, field))
         self._config = config
         self._model = model
-        self._dtype = dtype
+        # Products of few rows are faster in fp32 than in bfloat16 on many CPUs, and never less exact.
+        self._dtype = torch.float32 if device.type == "cpu" else dtype
         self._device = device
         self._cache = cache
         self._deterministic = deterministic

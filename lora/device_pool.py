@@ -97,7 +97,7 @@ class DevicePool:
         return self._extents.longest_without([self._held[slot][0] for slot in slots]) >= _whole(packed)
 
     def layout(self, slot: int, site: int) -> SiteLayout:
-        return self._held[slot][1].sites[site]
+        return SiteLayout() if slot == BASE else self._held[slot][1].sites[site]
 
     def rank(self, slot: int) -> int:
         """The widest padded rank of a slot; 0 for the base."""

@@ -35,7 +35,7 @@ class KernelStep:
         pool.await_ready(segments.slots)
         block = LARGE_BLOCK if len(slots_T) >= MANY_ROWS and not fixed_tiles else SMALL_BLOCK
         self._num_rows = len(segments.rows_A)
-        self._tiles = Tiles.empty(self._num_rows, len(segments.runs), block, pool.device)
+        self._tiles = Tiles.empty(len(slots_T), len(segments.runs), block, pool.device)
         self._tiles.fill(segments)
         ranks = {pool.rank(slot) for slot in segments.slots}
         self._rank = max(ranks, default=0)

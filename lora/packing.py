@@ -19,7 +19,7 @@ from lora.factors import AdapterWeights, Factors
 from lora.geometry import MAX_PARTS, Geometry, Kind, Split
 
 BUCKETS = (8, 16, 32, 64, 128, 256)
-"""Padded ranks: rows of a factor are read whole."""
+"""Padded ranks. Kernels rely on multiples of the first."""
 ALIGNMENT = 64
 """Elements between the starts of factors: whole cache lines."""
 

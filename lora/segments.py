@@ -1,7 +1,8 @@
 """Which rows of a step belong to which adapter.
 
 Owns the order of rows by slot and the tables kernels walk. Ignores factors. Rows of the base policy
-appear nowhere, so that they cost nothing and nothing can be added to them.
+appear nowhere, so that they cost nothing and nothing can be added to them, unless a kernel that does more
+than add wants every row: then they come first.
 
 Shapes: T rows of the step, A rows with an adapter, N tiles.
 """
@@ -27,24 +28,25 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """`rows_A` int64 are the rows with an adapter, by slot and then in their own order."""
+    """`rows_A` int64 are the rows with an adapter, or all, by slot and then in their own order."""
 
     rows_A: np.ndarray
     runs: tuple[Run, ...]
 
     @staticmethod
-    def of(slots_T: np.ndarray) -> Segments:
+    def of(slots_T: np.ndarray, with_base: bool = False) -> Segments:
         order_T = np.argsort(slots_T, kind="stable")
-        rows_A = order_T[np.searchsorted(slots_T[order_T], BASE, side="right") :]
+        rows_A = order_T if with_base else order_T[np.searchsorted(slots_T[order_T], BASE, side="right") :]
         sorted_A = slots_T[rows_A]
-        starts = np.flatnonzero(np.diff(sorted_A, prepend=BASE)).tolist()
+        starts = np.flatnonzero(np.diff(sorted_A, prepend=-1)).tolist()
         ends = [*starts[1:], len(rows_A)]
         runs = tuple(Run(int(sorted_A[start]), start, end) for start, end in zip(starts, ends, strict=False))
         return Segments(rows_A.astype(np.int64), runs)
 
     @property
     def slots(self) -> set[int]:
-        return {run.slot for run in self.runs}
+        """Those of adapters."""
+        return {run.slot for run in self.runs} - {BASE}
 
 
 def max_tiles(rows: int, adapters: int, block: int) -> int:
@@ -54,10 +56,12 @@ def max_tiles(rows: int, adapters: int, block: int) -> int:
 
 @dataclass(slots=True)
 class Tiles:
-    """Device tables of fixed size. Tile n is (slot, first entry of `rows_T`, rows), at most `block` of them;
-    unused tiles have no rows."""
+    """Device tables of fixed size, for steps of at most so many rows. Tile n is (slot, first entry of
+    `rows_T`, rows), at most `block` of them; unused tiles have no rows. `places_T2` says of every row of
+    the step its slot and its entry."""
 
     rows_T: torch.Tensor
+    places_T2: torch.Tensor
     tiles_N3: torch.Tensor
     block: int
 
@@ -66,6 +70,7 @@ class Tiles:
         tiles = max(1, max_tiles(rows, adapters, block))
         return Tiles(
             torch.zeros(max(1, rows), dtype=torch.int32, device=device),
+            torch.zeros(max(1, rows), 2, dtype=torch.int32, device=device),
             torch.zeros(tiles, 3, dtype=torch.int32, device=device),
             block,
         )
@@ -78,6 +83,10 @@ class Tiles:
         """Describe a step, without waiting for the device."""
         rows_T = np.zeros(self.rows_T.shape[0], dtype=np.int32)
         rows_T[: len(segments.rows_A)] = segments.rows_A
+        places_T2 = np.zeros((self.places_T2.shape[0], 2), dtype=np.int32)
+        for run in segments.runs:
+            entries_S = np.arange(run.start, run.end)
+            places_T2[segments.rows_A[entries_S]] = np.stack((np.full(len(entries_S), run.slot), entries_S), 1)
         tiles_N3 = np.zeros((self.num_tiles, 3), dtype=np.int32)
         entries = [
             (run.slot, start, min(self.block, run.end - start))
@@ -86,6 +95,6 @@ class Tiles:
         ]
         assert len(entries) <= self.num_tiles, f"{len(entries)} tiles, room for {self.num_tiles}"
         tiles_N3[: len(entries)] = np.asarray(entries, dtype=np.int32).reshape(-1, 3)
-        for table, values in ((self.rows_T, rows_T), (self.tiles_N3, tiles_N3)):
+        for table, values in ((self.rows_T, rows_T), (self.places_T2, places_T2), (self.tiles_N3, tiles_N3)):
             host = torch.from_numpy(values)
             table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)

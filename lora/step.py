@@ -3,7 +3,8 @@
 Owns the interface that a model's layers call, and its plain form: one adapter after another in torch,
 which is the reference and the CPU's path. Ignores how a model is put together.
 
-Sums are made in the factors' dtype and scaled in fp32. Each row meets its own adapter's factors alone.
+Inputs are taken in the factors' dtype, and what is added is scaled in fp32. Each row meets its own adapter's
+factors alone.
 
 Shapes: T rows of the step, K inputs, N outputs of a site's parts side by side, R padded rank, D hidden.
 """
@@ -52,7 +53,7 @@ class LoopStep:
     def add_(self, site: int, x_TK: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
         for run, layout in self._adapted(site):
             rows_S = self._rows_A[run.start : run.end]
-            x_SK = self._even(x_TK.index_select(0, rows_S))
+            x_SK = self._even(x_TK.index_select(0, rows_S).to(self._pool.dtype))
             first = 0
             firsts, seconds = self._pool.factors(run.slot, site)
             for part, (a_RK, b_NR) in enumerate(zip(firsts, seconds, strict=True)):

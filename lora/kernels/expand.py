@@ -57,7 +57,7 @@ def lora_expand_kernel(
     start = tl.load(tile_ptr + 1)
     count = tl.load(tile_ptr + 2)
     entry = slot * sites + site
-    rank = tl.load(ranks_ptr + entry * 4)
+    rank = tl.multiple_of(tl.load(ranks_ptr + entry * 4), 8)
     T0: tl.constexpr = (W0 + BN - 1) // BN
     T1: tl.constexpr = (W1 + BN - 1) // BN
     part = (column >= T0).to(tl.int32) + (column >= T0 + T1).to(tl.int32)

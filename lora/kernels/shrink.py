@@ -79,7 +79,7 @@ def lora_shrink_kernel(
     start = tl.load(tile_ptr + 1)
     count = tl.load(tile_ptr + 2)
     entry = slot * sites + site
-    rank = tl.load(ranks_ptr + entry * 4)
+    rank = tl.multiple_of(tl.load(ranks_ptr + entry * 4), 8)
     part = plane % PARTS
     first = plane // PARTS * SPAN
     m = tl.arange(0, BM)
@@ -120,7 +120,7 @@ def lora_gather_kernel(
     start = tl.load(tile_ptr + 1)
     count = tl.load(tile_ptr + 2)
     entry = tl.load(tile_ptr) * sites + site
-    rank = tl.load(ranks_ptr + entry * 4)
+    rank = tl.multiple_of(tl.load(ranks_ptr + entry * 4), 8)
     m = tl.arange(0, BM)
     r = tl.arange(0, R)
     row_M = tl.load(rows_ptr + start + m, mask=m < count, other=0)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from engine.kernels.adapted_gate import adapted_gate
+from engine.kernels.adapted_norm import adapted_norm
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
@@ -161,7 +163,7 @@ def sampling(capability: int, edits: bool | None = None, vocab: int = 900, tile:
 
 
 def adapters(capability: int) -> None:
-    """Projections of one, two and three parts; with the fewest ranks, many, and many rows at a time."""
+    """Projections of one, two and three parts and an embedding; few ranks and many, few rows a tile and many."""
     parts = tuple(Part(name, width) for name, width in zip("qkv", (4096, 1024, 1024), strict=True))
     sites = (
         Site(12288, (Part("down", 4096),)),
@@ -169,15 +171,25 @@ def adapters(capability: int) -> None:
         Site(512, (Part("e", 4096),), Kind.EMBEDDING),
     )
     pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
-    for block, rank in ((16, 16), (64, 64)) if capability == 90 else ((16, 32),):
+    variants = {80: [(16, 32, (0, 1, 2))], 90: [(16, 16, (0, 2)), (64, 64, (1,))], 100: [(16, 16, (1, 2))]}
+    for block, rank, chosen in variants[capability]:
         tiles = Tiles.empty(80, 2, block, torch.device("cpu"))
-        for site in range(3):
+        for site in chosen:
             widths, inputs = pool.geometry.widths(site), pool.geometry.inputs(site)
             h = torch.zeros(workspace_shape(inputs, len(widths), 80, rank))
-            mixed = capability == 80 or rank == 64
+            mixed = rank != 16
             x = torch.zeros(80, dtype=torch.int64) if site == 2 else torch.zeros(80, inputs, dtype=BF16)
             lora_shrink(pool, site, x, tiles, h, mixed)
-            lora_expand(pool, site, h, tiles, torch.zeros(80, sum(widths), dtype=BF16), mixed, biased=mixed)
+            if site != 2:
+                lora_expand(pool, site, h, tiles, torch.zeros(80, sum(widths), dtype=BF16), mixed, biased=mixed)
+    tiles, y = Tiles.empty(80, 2, 16, torch.device("cpu")), torch.zeros(80, 4096, dtype=BF16)
+    adapted_norm(pool, 0, torch.zeros(12, 1, 80, 16), tiles, y, y.clone(), y[0], 1e-6, biased=capability == 80)
+    gates = DevicePool(
+        Geometry((Site(4096, (Part("g", 12288), Part("u", 12288))),)), BF16, torch.device("cpu"), 1 << 20, 2
+    )
+    adapted_gate(
+        gates, 0, torch.zeros(4, 2, 80, 16), tiles, torch.zeros(80, 24576, dtype=BF16), biased=capability == 80
+    )
 
 
 def _rows(

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.adapted_gate import adapted_gate, adapted_gate_reference
+from engine.kernels.adapted_norm import adapted_norm, adapted_norm_reference
 from lora.geometry import Kind
 from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand, lora_expand_reference
@@ -66,7 +68,7 @@ def test_each_kernel_equals_its_reference(inputs):
     adapters = make_pool(where, weights({"a": 16, "b": 7}, where, 1), weights({"b": 30}, where, 2))
     slots = np.array([1] * 18 + [0] + [2] * 3)
     segments = Segments.of(slots)
-    tiles = Tiles.empty(len(segments.rows_A), 4, 16, torch.device("cpu"))
+    tiles = Tiles.empty(len(slots), 4, 16, torch.device("cpu"))
     tiles.fill(segments)
     x, y = inputs_of(where, 0, len(slots)) / inputs**0.5, torch.randn(len(slots), 64)
     h = torch.full(workspace_shape(inputs, 2, len(segments.rows_A), 32), float("nan"))
@@ -114,3 +116,40 @@ def test_not_a_number_in_one_slot_reaches_no_other_row():
     KernelStep(adapters, SLOTS).add_(1, x, dirty)
     assert torch.equal(dirty[SLOTS != 3], clean[SLOTS != 3])
     assert bool(dirty[SLOTS == 3].isnan().all())
+
+
+def shrunk(adapters, site: int, x: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
+    """What the first kernel leaves for tiles of all rows."""
+    segments = Segments.of(SLOTS, with_base=True)
+    tiles = Tiles.empty(len(SLOTS), 5, 16, torch.device("cpu"))
+    tiles.fill(segments)
+    shape = workspace_shape(GEOMETRY.inputs(site), len(GEOMETRY.widths(site)), len(SLOTS), 32)
+    h = torch.full(shape, float("nan"))
+    lora_shrink(adapters, site, x, tiles, h)
+    h[:, :, : int((SLOTS == 0).sum())] = float("nan")  # of base rows, which nobody may read
+    return h, tiles
+
+
+def test_the_gate_of_adapted_rows_and_others():
+    adapters, x = pool(), inputs_of(GEOMETRY, 3, len(SLOTS))
+    h, tiles = shrunk(adapters, 3, x)
+    gate_up = torch.randn(len(SLOTS), 160)
+    out = torch.full((len(SLOTS), 80), float("nan"))
+    assert adapted_gate(adapters, 3, h, tiles, gate_up, out, block=32) is out
+    close(out, adapted_gate_reference(adapters, 3, h, tiles, gate_up))
+
+
+@pytest.mark.parametrize("site", [2, 4])
+def test_the_norm_after_an_adapted_projection(site, monkeypatch):
+    """In one piece and in several."""
+    adapters, x = pool(), inputs_of(GEOMETRY, site, len(SLOTS))
+    h, tiles = shrunk(adapters, site, x)
+    y, residual, weight = torch.randn(len(SLOTS), 64), torch.randn(len(SLOTS), 64), torch.randn(64)
+    expected = adapted_norm_reference(adapters, site, h, tiles, y, residual, weight, 1e-6)
+    for elements in (16384, 16 * 32):
+        monkeypatch.setattr("engine.kernels.adapted_norm.ELEMENTS", elements)
+        kept = residual.clone()
+        out, stream = adapted_norm(adapters, site, h, tiles, y, kept, weight, 1e-6, torch.full_like(y, float("nan")))
+        assert stream is kept
+        close(kept, expected[1])
+        close(out, expected[0])

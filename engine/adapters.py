@@ -113,10 +113,10 @@ class Adapters:
         staged = self.stage(name, config, tensors, rev)
         return self.publish(name, staged.rev)
 
-    def register_folder(self, name: str, folder: Path, rev: int | None = None) -> AdapterReport:
+    def register_folder(self, name: str, folder: str | Path, rev: int | None = None) -> AdapterReport:
         """The same for a folder that peft saved."""
         with _translated():
-            config, tensors = read_folder(folder)
+            config, tensors = read_folder(Path(folder))
         return self.register(name, config, tensors, rev)
 
     def stage(

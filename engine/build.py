@@ -162,21 +162,28 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             parts.config.deterministic,
         )
         parts.memory.graphs.append(stepper)
-        if parts.device.type == "cuda":
-            from engine.runner.prefill_graphs import PrefillGraphs
-
-            parts.runner.prefill_graphs = PrefillGraphs(
-                parts.model.spec,
-                parts.runner.fused,
-                parts.runner.attention,
-                parts.pages.pool,
-                number(parts.config.scheduler.prefill_tokens),
-                parts.pages.table.pages_SP.shape[1],
-                parts.counters,
-            )
-            parts.memory.graphs.append(parts.runner.prefill_graphs)
+        capture_chunks(parts)
         return stepper
     return EagerStepper(table, builder, parts.runner, parts.sampler)
+
+
+def capture_chunks(parts: Parts) -> None:
+    """Run chunks of prompts, and rows that verify drafts, as replays of graphs where the device is one."""
+    if not isinstance(parts.runner, FusedRunner) or parts.device.type != "cuda":
+        return
+    from engine.runner.prefill_graphs import PrefillGraphs
+
+    parts.runner.prefill_graphs = PrefillGraphs(
+        parts.model.spec,
+        parts.runner.fused,
+        parts.runner.attention,
+        parts.pages.pool,
+        number(parts.config.scheduler.prefill_tokens),
+        parts.pages.table.pages_SP.shape[1],
+        parts.counters,
+        () if parts.speculation is None else parts.speculation.captured_layers,
+    )
+    parts.memory.graphs.append(parts.runner.prefill_graphs)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

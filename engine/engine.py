@@ -16,7 +16,7 @@ import torch
 from engine.adapter_switch import follow
 from engine.adapters import Lease
 from engine.admission import make_group, refuse_overload
-from engine.build import Parts, load_parts, make_stepper
+from engine.build import Parts, capture_chunks, load_parts, make_stepper
 from engine.cache.key import Namespace
 from engine.collector import Collector
 from engine.config import EngineConfig
@@ -104,6 +104,8 @@ class Engine:
             parts.speculation,
         )
         self._loop: SerialLoop | OverlappedLoop = serial
+        if parts.speculation is not None:
+            capture_chunks(parts)
         if parts.config.loop == "overlapped":
             burst = parts.config.scheduler.burst
             table = DeviceTable(parts.pages.table.num_slots, 2 * burst, parts.device)

@@ -42,6 +42,11 @@ class ModelRunner:
         self.backend = backend
         self.deterministic = deterministic
 
+    @property
+    def replays_chunks(self) -> bool:
+        """Whether rows laid out as chunks of prompts are faster than as decode rows."""
+        return False
+
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
         """Final hidden states hidden_TD of every token; keys and values are written to the pool.
@@ -131,10 +136,14 @@ class FusedRunner(ModelRunner):
         """Set where chunks of prompts may run captured."""
         self._first = kv_pool.device.type == "cuda"
 
+    @property
+    def replays_chunks(self) -> bool:
+        return self.prefill_graphs is not None
+
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        if self.prefill_graphs is not None and capture is None:
-            replayed_TD = self.prefill_graphs.hidden(batch)
+        if self.prefill_graphs is not None:
+            replayed_TD = self.prefill_graphs.hidden(batch, capture)
             if replayed_TD is not None:
                 return replayed_TD
         self.attention.plan(batch, self.kv_pool)

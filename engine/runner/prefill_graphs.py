@@ -1,8 +1,8 @@
 """Chunks of prompts as replays of captured graphs, where launching costs more than computing.
 
 Owns the tiers of token counts, capture on the second use of a tier, and the copy of a batch into a
-graph's buffers. Ignores batches with decode rows, which run launch by launch, and whatever asks for
-hidden states of inner layers.
+graph's buffers. Ignores batches with decode rows, which run launch by launch. States of inner layers
+are there for the layers that were named when the graphs were made.
 
 A forward pass is some ten launches a layer, each of them 20 microseconds of the host: for a small model,
 or a few hundred tokens of a larger one, the device waits for them. Tokens beyond a batch's are padding:
@@ -69,6 +69,7 @@ class CapturedChunk:
     plan: PrefillPlan
     hidden_TD: torch.Tensor
     scratch: torch.Tensor
+    features: dict[int, torch.Tensor]
 
 
 class PrefillGraphs:
@@ -81,7 +82,9 @@ class PrefillGraphs:
         max_tokens: int,
         max_pages: int,
         counters: EngineCounters,
+        layers: tuple[int, ...] = (),
     ) -> None:
+        self._layers = layers
         self._spec = spec
         self._forward = forward
         self._backend = backend
@@ -104,10 +107,12 @@ class PrefillGraphs:
         if self._stream is not None:
             self._memory, self._anchor = anchored_pool(self._stream)
 
-    def hidden(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Final hidden states of the batch's tokens, good until the next call; None where the batch
-        should run launch by launch."""
+    def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Final hidden states of the batch's tokens, and in `capture` those after the layers it names, good
+        until the next call; None where the batch should run launch by launch."""
         tokens = batch.num_tokens
+        if any(layer not in self._layers for layer in capture or ()):
+            return None
         if batch.num_decode or batch.num_rows > MAX_ROWS or not self._tiers or tokens > self._tiers[-1]:
             return None
         if not self._backend.prefills_in_one_piece(batch, self._pool):
@@ -124,6 +129,8 @@ class PrefillGraphs:
             buffer[tokens:].fill_(padding)
         self._backend.fill_prefill(captured.plan, batch)
         captured.replay()
+        if capture is not None:
+            capture.update((layer, captured.features[layer][:tokens]) for layer in capture)
         return captured.hidden_TD[:tokens]
 
     def _of(self, tier: int) -> CapturedChunk | None:
@@ -151,8 +158,13 @@ class PrefillGraphs:
             self._backend.run_prefill(q_TNH, self._pool.tokens(layer), plan, out_TNH, layer)
             return out_TNH
 
+        features = {layer: torch.empty_like(hidden_TD) for layer in self._layers}
+
         def chunk() -> None:
-            hidden_TD.copy_(self._forward.hidden(ids_T, positions_T, write_slots_T, attend))
+            states = dict(features)
+            hidden_TD.copy_(self._forward.hidden(ids_T, positions_T, write_slots_T, attend, states or None))
+            for layer, buffer_TD in features.items():
+                buffer_TD.copy_(states[layer])
 
         replay: Callable[[], None] = chunk
         if self._stream is not None:
@@ -170,4 +182,4 @@ class PrefillGraphs:
             self._counters.graph_captures += 1
             self._counters.graph_capture_seconds += time.perf_counter() - began
             self.graph_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
-        return CapturedChunk(replay, ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH)
+        return CapturedChunk(replay, ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH, features)

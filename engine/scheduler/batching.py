@@ -59,7 +59,7 @@ class BatchBuilder:
         self._table = table
         self._page_size = page_size
         self._device = device
-        self._verify_as_decode = verify_as_decode
+        self.verify_as_decode = verify_as_decode
         self._shared_key: tuple[int, ...] = ()
         self._shared: list[SharedPrefix] = []
 
@@ -76,12 +76,12 @@ class BatchBuilder:
         for place, sample in enumerate(decode):
             assert sample.sequence is not None
             feed = sample.ids[-1:] if feeds is None else feeds[place]
-            if self._verify_as_decode:
+            if self.verify_as_decode:
                 for ahead, token in enumerate(feed):
                     rows.add(sample.sequence, sample.sequence.computed + ahead, [token], sample.group.lease)
             else:
                 rows.add(sample.sequence, sample.sequence.computed, feed, sample.group.lease)
-        num_decode = 0 if feeds is not None and not self._verify_as_decode else len(rows.slots)
+        num_decode = 0 if feeds is not None and not self.verify_as_decode else len(rows.slots)
         logit_rows = list(range(rows.end))
         for prefill, count in chunks:
             sequence = prefill.sequence

@@ -111,11 +111,18 @@ class SerialLoop:
     def _draft(self, rows: list[Sample]) -> DraftStep | None:
         return None if self._speculation is None or not rows else self._speculation.draft(rows)
 
+    def _feeds(self, draft: DraftStep | None) -> list[list[int]] | None:
+        """What rows feed where they verify drafts, or run as chunks because those are faster here."""
+        if draft is None:
+            return None
+        as_chunks = self._runner.replays_chunks and not self._builder.verify_as_decode
+        return draft.tokens() if draft.drafting or as_chunks else None
+
     def _forward(
         self, decode: list[Sample], chunks: list[tuple[Prefill, int]], draft: DraftStep | None
     ) -> torch.Tensor:
         """Logits of decode rows, one each; where drafts were verified the verdict is with `draft`."""
-        feeds = draft.tokens() if draft is not None and draft.drafting else None
+        feeds = self._feeds(draft)
         batch = self._builder.build(decode, chunks, feeds)
         features = {} if self._speculation is None else dict.fromkeys(self._speculation.captured_layers, _NOTHING)
         hidden_TD = self._runner.hidden(batch, features or None)
@@ -126,7 +133,7 @@ class SerialLoop:
         offset = row = sum(counts)
         self._counters.decode_rows += offset
         kept = counts
-        if draft is not None and self._speculation is not None and feeds is not None:
+        if draft is not None and self._speculation is not None and draft.drafting:
             kept = [drafts + 1 for drafts in self._speculation.verify(draft, logits_RV[:offset])]
         else:
             for sample in decode:

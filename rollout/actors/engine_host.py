@@ -183,23 +183,29 @@ class EngineHost:
 
     async def update_commit(self, txn: str) -> UpdateReport:
         report = await self._thread.call(lambda engine: engine.update_commit(txn))
-        self._digest = (report.policy_version, report.digest)
+        if "policy" in report.loaded:
+            self._digest = (report.policy_version, report.digest)
         return report
 
     async def update_rollback(self, txn: str) -> None:
         await self._thread.call(lambda engine: engine.update_rollback(txn))
 
     async def version(self) -> VersionReport:
-        def look(engine: Engine) -> tuple[int, str]:
+        def look(engine: Engine) -> tuple[int, str, int]:
             # Hashing all weights takes a while, so it is done once for each version, if ever.
             known = self._digest
             version = engine.policy.version
-            return known if known is not None and known[0] == version else (version, engine.digest())
+            digest = known[1] if known is not None and known[0] == version else engine.digest()
+            return version, digest, engine.drafter_version
 
-        version, digest = await self._thread.call(look)
+        version, digest, drafter_version = await self._thread.call(look)
         self._digest = version, digest
         return VersionReport(
-            policy_version=version, drafter_version=0, adapters={}, digest=digest, engines={self.engine_id: version}
+            policy_version=version,
+            drafter_version=drafter_version,
+            adapters={},
+            digest=digest,
+            engines={self.engine_id: version},
         )
 
     async def flush(self, scope: str) -> int:
@@ -239,14 +245,17 @@ class EngineHost:
     async def metrics(self) -> str:
         labels = {"engine": self.engine_id, "incarnation": str(self.incarnation)}
         counters, gauges = await self._thread.call(
-            lambda engine: (dataclasses.asdict(engine.counters), dataclasses.asdict(engine.gauges()))
+            lambda engine: (
+                dataclasses.asdict(engine.counters) | engine.draft_counters(),
+                dataclasses.asdict(engine.gauges()),
+            )
         )
         backend = {name: str(self._limits[name]) for name in ("device", "dtype", "attention", "loop")}
         return exposition("engine", counters, gauges, labels) + exposition("engine", {}, {"info": 1}, labels | backend)
 
     async def capabilities(self) -> dict[str, object]:
         text = {"text": self._text.available, "chat": self._text.chat}
-        return {**self._limits, **text, "adapters": False, "drafter": False}
+        return {**self._limits, **text, "adapters": False}
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -258,7 +267,7 @@ class EngineHost:
         self._snapshot = _Snapshot(
             engine.state,
             engine.policy.version,
-            engine.policy.pending,
+            engine.pending,
             gauges.running + gauges.prefilling,
             gauges.waiting,
         )
@@ -297,7 +306,8 @@ def _take_back(engine: Engine, before: PauseMode | None) -> PauseReport | None:
 def _describe(engine: Engine) -> dict[str, object]:
     limits = dataclasses.asdict(engine.limits)
     config = engine.config
-    return limits | {name: getattr(config, name) for name in ("device", "dtype", "attention", "loop")}
+    drafter = {"drafter": config.dspark.enabled}
+    return limits | drafter | {name: getattr(config, name) for name in ("device", "dtype", "attention", "loop")}
 
 
 def _scored(engine: Engine, job: ScoreJob) -> ScoreOutput | None:

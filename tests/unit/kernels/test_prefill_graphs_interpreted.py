@@ -38,7 +38,7 @@ def test_prompts_through_fixed_buffers_equal_plain_ones(t_full, monkeypatch):
     work = [ask("a", prompt(20), max_new=1), ask("b", prompt(9, 40), max_new=1), ask("c", prompt(60, 90), max_new=1)]
     used = []
     hidden = engine._parts.runner.prefill_graphs.hidden
-    engine._parts.runner.prefill_graphs.hidden = lambda batch: used.append(hidden(batch)) or used[-1]
+    engine._parts.runner.prefill_graphs.hidden = lambda *inputs: used.append(hidden(*inputs)) or used[-1]
     replies = engine.generate(work) + engine.generate([ask("d", prompt(33), max_new=1)])
     assert len(used) >= 3 and all(value is not None for value in used)
     plain = make_engine(t_full, page_size=4)

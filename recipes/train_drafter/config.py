@@ -23,10 +23,10 @@ from trainer_bridge.trainer import OptimConfig
 class TaughtModel:
     """A small target that does not exist yet: a random model taught sums of three numbers."""
 
-    shape: RandomModel = RandomModel(hidden_size=128, intermediate_size=384, num_layers=3)
+    shape: RandomModel = RandomModel(hidden_size=96, intermediate_size=256, num_layers=3)
     task: SumsConfig = SumsConfig(careless=0.3)
     warmup: WarmupConfig = WarmupConfig(
-        steps=240, optim=OptimConfig(learning_rate=2e-3, warmup_steps=20, decay_steps=240, betas=(0.9, 0.98))
+        steps=200, optim=OptimConfig(learning_rate=3e-3, warmup_steps=20, decay_steps=200, betas=(0.9, 0.98))
     )
 
 
@@ -122,11 +122,11 @@ def tiny() -> TrainDrafterConfig:
         output=Path("outputs/drafter_tiny"),
         dtype="float32",
         target=TaughtModel(),
-        prompts=PromptConfig(sources=("sums",), training=1000, held_out=200),
+        prompts=PromptConfig(sources=("sums",), training=1000, held_out=96),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=12),
-        shape=DrafterShape(layers=1, block=4, intermediate=256, markov_rank=16),
-        optim=DraftOptimConfig(steps=240, learning_rate=3e-3, anchors=16, max_slots=4096),
-        evaluation=EvaluationConfig(every=40, max_new=12, batch=64),
+        shape=DrafterShape(layers=1, block=4, intermediate=192, markov_rank=16),
+        optim=DraftOptimConfig(steps=200, learning_rate=3e-3, anchors=16, max_slots=4096),
+        evaluation=EvaluationConfig(every=40, max_new=12, batch=96, rules=("rejection",)),
         engine=EngineConfig(
             device="cpu",
             dtype="float32",
@@ -148,7 +148,7 @@ def smollm2() -> TrainDrafterConfig:
         target=ChatModel(),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=6144, chunk=512),
+        optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=16384, chunk=256),
         evaluation=EvaluationConfig(every=250, max_new=256, batch=96, fit_samples=4),
         engine=EngineConfig(
             dtype="bfloat16",

@@ -1,7 +1,8 @@
 """Training blocks as tensors.
 
 Owns the packing of examples and their anchors: contexts back to back, blocks back to back, and who
-belongs to whom. Ignores losses and where features come from.
+belongs to whom. Attention is computed example by example: its cost grows with the square of an example, not
+of a batch. Ignores losses and where features come from.
 
 Shapes: C context tokens of all examples, M captured layers, D hidden, A blocks, G drafts of a block.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.dspark.block_model import BlockDrafterModel, SharedEnds
+from engine.dspark.block_model import Attend, BlockDrafterModel, SharedEnds
 from engine.dspark.block_spec import BlockDrafterSpec
 from engine.dspark.dense_attention import dense_attention
 from engine.errors import InvalidRequest
@@ -26,17 +27,16 @@ from trainer_bridge.drafter.features import FeatureExample
 class Blocks:
     """`previous_AG` are the true tokens before each draft, the anchor first; `labels_AG` the true tokens
     themselves, 0 where `counted_AG` is false. `states_AGD` are the target's final states that predict
-    the labels, None where the examples carry none."""
+    the labels, None where the examples carry none. `sizes` are (blocks, context tokens) by example."""
 
     features_CMD: torch.Tensor
     positions_C: torch.Tensor
-    sequences_C: torch.Tensor
     anchors_A: torch.Tensor
-    sequences_A: torch.Tensor
     previous_AG: torch.Tensor
     labels_AG: torch.Tensor
     counted_AG: torch.Tensor
     states_AGD: torch.Tensor | None
+    sizes: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return len(self.anchors_A)
@@ -45,17 +45,30 @@ class Blocks:
         """Normed states [A, G, D] of the slots that yield drafts; a block sees the context before its anchor
         and itself, never another block."""
         k_LCKH, v_LCKH = model.context_kv(model.context_features(self.features_CMD), self.positions_C)
-        attend = dense_attention(
-            model.spec.backbone,
-            model.spec.block,
-            k_LCKH,
-            v_LCKH,
-            self.anchors_A,
-            self.positions_C,
-            self.sequences_A,
-            self.sequences_C,
-        )
+        attend = self._attend(model, k_LCKH, v_LCKH)
         return model.hidden(self.previous_AG[:, 0], self.anchors_A, ends, attend)
+
+    def _attend(self, model: BlockDrafterModel, k_LCKH: torch.Tensor, v_LCKH: torch.Tensor) -> Attend:
+        """Every example's blocks over its own context."""
+        spec = model.spec
+        blocks, contexts = [size for size, _ in self.sizes], [size for _, size in self.sizes]
+        own = [
+            dense_attention(spec.backbone, spec.block, k_LCKH, v_LCKH, anchors_A, positions_C)
+            for k_LCKH, v_LCKH, anchors_A, positions_C in zip(
+                k_LCKH.split(contexts, dim=1),
+                v_LCKH.split(contexts, dim=1),
+                self.anchors_A.split(blocks),
+                self.positions_C.split(contexts),
+                strict=True,
+            )
+        ]
+        slots = [size * spec.block for size in blocks]
+
+        def attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, layer: int) -> torch.Tensor:
+            parts = zip(own, q_TNH.split(slots), k_TKH.split(slots), v_TKH.split(slots), strict=True)
+            return torch.cat([one(q, k, v, layer) for one, q, k, v in parts])
+
+        return attend
 
 
 def make_blocks(
@@ -66,8 +79,8 @@ def make_blocks(
     """Blocks at the chosen anchors of each example. Context after an example's last anchor is left out:
     nobody may see it."""
     check_features(spec, [item for item, _ in chosen])
-    features, positions, sequences, anchors, owners, previous, labels, counts, states = ([] for _ in range(9))
-    for number, (item, anchors_A) in enumerate(chosen):
+    features, positions, anchors, previous, labels, counts, states = ([] for _ in range(7))
+    for item, anchors_A in chosen:
         length = int(anchors_A.max())
         ids = item.example.ids.astype(np.int64)
         steps = anchors_A[:, None] + np.arange(spec.num_drafts)
@@ -75,9 +88,7 @@ def make_blocks(
         last = len(ids) - 1
         features.append(item.features_TMD[:length])
         positions.append(np.arange(length))
-        sequences.append(np.full(length, number))
         anchors.append(anchors_A)
-        owners.append(np.full(len(anchors_A), number))
         previous.append(ids[np.minimum(steps, last)])
         labels.append(np.where(counted_AG, ids[np.minimum(steps + 1, last)], 0))
         counts.append(counted_AG)
@@ -91,13 +102,12 @@ def make_blocks(
     return Blocks(
         features_CMD=torch.cat([part.to(device) for part in features]),
         positions_C=joined(positions),
-        sequences_C=joined(sequences),
         anchors_A=joined(anchors),
-        sequences_A=joined(owners),
         previous_AG=joined(previous),
         labels_AG=joined(labels),
         counted_AG=joined(counts),
         states_AGD=torch.cat(states) if len(states) == len(chosen) else None,
+        sizes=tuple((len(anchors_A), int(anchors_A.max())) for _, anchors_A in chosen),
     )
 
 
@@ -118,8 +128,7 @@ def check_features(spec: BlockDrafterSpec, items: Sequence[FeatureExample]) -> N
 def micro_batches(
     spec: BlockDrafterSpec, chosen: Sequence[tuple[FeatureExample, np.ndarray]], max_slots: int
 ) -> Iterator[list[tuple[FeatureExample, np.ndarray]]]:
-    """Parts with at most `max_slots` block slots and context tokens together, at least one example each: the
-    attention of a part grows with their square."""
+    """Parts with at most `max_slots` block slots and context tokens together, at least one example each."""
     part: list[tuple[FeatureExample, np.ndarray]] = []
     size = 0
     for item, anchors_A in chosen:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample
 
 MANIFEST = "manifest.json"
+OPEN_SHARDS = 64
 _TOKEN_BYTES = 5
 """An id of 4 bytes and a mask of 1."""
 
@@ -60,7 +62,8 @@ def cache_bytes(tokens: int, origin: CacheOrigin) -> int:
 
 
 class FeatureCache:
-    """Reads by example; opened files are memory maps, so that only what is asked for is read."""
+    """Reads by example. Opened shards are memory maps, of which the last `OPEN_SHARDS` stay open: what is asked
+    for is all that is read."""
 
     def __init__(self, folder: Path, origin: CacheOrigin) -> None:
         """Raises `InvalidRequest` naming the field where the folder holds other states than these."""
@@ -70,6 +73,7 @@ class FeatureCache:
             expected, actual = getattr(origin, field), getattr(self.manifest.origin, field)
             if expected != actual:
                 raise InvalidRequest(field=f"{folder / MANIFEST} {field}", expected=expected, actual=actual)
+        self._open: dict[str, Any] = {}
         self._places = [(shard, number) for shard in self.manifest.shards for number in range(len(shard.keys))]
 
     def __len__(self) -> int:
@@ -94,16 +98,25 @@ class FeatureCache:
     def _read(self, shard: StoredShard, number: int) -> FeatureExample:
         key, path = shard.keys[number], self.folder / shard.file
         try:
-            with safe_open(path, framework="pt") as file:
-                ids, mask, features_TMD, last_TD = (
-                    file.get_tensor(f"{key}/{part}") for part in ("ids", "mask", "features", "last")
-                )
+            file = self._opened(path)
+            ids, mask, features_TMD, last_TD = (
+                file.get_tensor(f"{key}/{part}") for part in ("ids", "mask", "features", "last")
+            )
         except (OSError, SafetensorError) as error:
             raise InvalidRequest(field=f"{path} {key}", expected="its tensors", actual=error) from error
         example = DraftExample(
             key, shard.domains[number], ids.numpy().astype(np.uint32), mask.numpy(), shard.policy_versions[number]
         )
         return FeatureExample(example, features_TMD, last_TD)
+
+    def _opened(self, path: Path) -> Any:
+        file = self._open.pop(path.name, None)
+        if file is None:
+            file = safe_open(path, framework="pt")
+            if len(self._open) >= OPEN_SHARDS:
+                self._open.pop(next(iter(self._open)))
+        self._open[path.name] = file
+        return file
 
 
 class FeatureCacheWriter:

@@ -40,18 +40,22 @@ from engine.types import SamplingParams, Want
 @dataclass(slots=True)
 class RoundLog:
     """What rounds yielded. `logits` holds raw confidence logits [G] by round (empty where the drafter has no
-    confidence head), `chances` how probable each draft's acceptance was, as `Verdict` has them."""
+    confidence head), `chances` how probable each draft's acceptance was, as `Verdict` has them, and `verified`
+    how many drafts of the round have a label: those after a drafted end of the answer would never be
+    emitted, and nothing was trained there."""
 
     drafts: int
     stats: dict[str, DraftStats] = field(default_factory=dict)
     logits: list[np.ndarray] = field(default_factory=list)
     chances: list[list[float]] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
     domains: list[str] = field(default_factory=list)
     texts: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
     def labels(self) -> np.ndarray:
         """Survival labels float64 [N, G]."""
-        return survival_labels(self.chances, [self.drafts] * len(self.chances), self.drafts)
+        known = [chances[:count] for chances, count in zip(self.chances, self.verified, strict=True)]
+        return survival_labels(known, self.verified, self.drafts)
 
     def confidences(self) -> np.ndarray:
         """Raw confidence logits float64 [N, G]."""
@@ -64,6 +68,7 @@ class RoundLog:
             self.texts.setdefault(domain, []).extend(texts)
         self.logits += other.logits
         self.chances += other.chances
+        self.verified += other.verified
         self.domains += other.domains
 
 
@@ -170,6 +175,7 @@ class FullWindowRounds:
             verify_rejection(logits_RV, played, noise) if rejecting else verify_coupled(logits_RV, played, sampler)
         )
         self._drafter.commit(_kept(committed, [kept + 1 for kept in verdict.num_accepted]))
+        log.verified += [_before_end(row, piece[1:]) for row, piece in zip(rows, pieces, strict=True)]
         self._record(rows, verdict, proposal.confidence_BG, new, log)
 
     def _record(
@@ -233,6 +239,11 @@ class FullWindowRounds:
         if taken is None:
             raise TooLarge(field="cache.kv_tokens", expected=f"{count} free pages", actual=allocator.num_free)
         return taken
+
+
+def _before_end(row: _Row, drafts: list[int]) -> int:
+    """Drafts up to the first that would end the sample, that one among them."""
+    return next((k for k, token in enumerate(drafts, 1) if token in row.sampling.stop_ids), len(drafts))
 
 
 def _kept(committed: Committed, keep: list[int]) -> Committed:

@@ -137,12 +137,12 @@ def test_rounds_keep_what_teacher_forcing_promises(world, trained):
 
 
 def test_calibration_helps_on_rounds_it_has_not_seen_and_is_drawn(world, trained, tmp_path):
-    params = SamplingParams(temperature=1.0, max_new=24, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, max_new=16, ignore_eos=True)
     with torch.no_grad():
         trained.confidence_head.weight.mul_(5.0)
         trained.confidence_head.bias.add_(3.0)
     rounds = FullWindowRounds(world.parts, trained)
-    result = calibrate(rounds.play(prompts(24), params), rounds.play(prompts(24, seed=1), params))
+    result = calibrate(rounds.play(prompts(20), params), rounds.play(prompts(20, seed=1), params))
     before, after = result.raw.calibration_error(), result.scaled.calibration_error()
     assert np.nanmean(after) < np.nanmean(before)
     stored = result.stored("toy", "rejection", 1.0)
@@ -167,11 +167,26 @@ def test_repetition_counts_what_was_said_before():
     assert repetition_rate([np.arange(9)]) == 0.0 and repetition_rate([np.arange(3)]) is None
 
 
+def test_drafts_after_a_drafted_end_have_no_label():
+    log = RoundLog(4, chances=[[1.0, 0.5, 0.9, 0.9], [1.0, 0.0]], verified=[2, 4])
+    np.testing.assert_array_equal(log.labels(), [[1.0, 0.5, np.nan, np.nan], [1.0, 0.0, 0.0, 0.0]])
+
+
+def test_samples_end_with_what_stops_them(world, trained):
+    ids = prompt(12)
+    (third,) = reference_greedy(world.folder, ids, 3)[2:]
+    params = SamplingParams(temperature=0.0, max_new=10, stop_ids=[third])
+    log = FullWindowRounds(world.parts, trained).play([("d", ids)], params)
+    said = log.texts["d"][0].tolist()
+    assert said == reference_greedy(world.folder, ids, 10)[: said.index(third) + 1]
+
+
 def test_logs_add_up():
     one, two = RoundLog(2), RoundLog(2)
     for log, domain in ((one, "a"), (two, "a")):
         log.stats[domain] = DraftStats(2)
         log.stats[domain].observe(2, 2, 1, 2)
         log.chances.append([0.5, 0.25])
+        log.verified.append(2)
     one.add(two)
     assert one.stats["a"].steps == 2 and one.labels().tolist() == [[0.5, 0.125]] * 2

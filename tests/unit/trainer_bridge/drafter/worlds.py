@@ -1,4 +1,5 @@
-"""Targets, drafters and examples small enough to train in a test."""
+"""Targets, drafters and examples small enough to train in a test. Nothing here imports transformers: the
+ranks of a data-parallel run start with this module."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds, shared_ends
 from engine.dspark.block_spec import drafter_spec_from_config
 from engine.models.spec import read_spec
-from tests.support import VOCAB
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample, FeatureScorer
 from trainer_bridge.drafter.initial import DrafterShape, drafter_config, initialise
 from trainer_bridge.drafter.objective import DraftLossConfig
 from trainer_bridge.drafter.trainer import DrafterTrainer, DraftOptimConfig
 
+VOCAB = 512
 MASK = VOCAB - 1
 SHAPE = DrafterShape(layers=1, block=4, target_layers=(0,), intermediate=64, markov_rank=8)
 

@@ -72,7 +72,8 @@ class Lease:
 
 
 class Adapters:
-    """`on_publish(old, new)` lets running requests follow, before the old version may end."""
+    """`fused` says that captured steps run where nobody has an adapter. `on_publish(old, new)` lets running
+    requests follow, before the old version may end."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Adapters:
         device: torch.device,
         cache: PrefixCache,
         deterministic: bool,
-        refusal: str | None,
+        fused: bool,
     ) -> None:
         for field, most in LIMITS.items():
             if not 1 <= getattr(config, field) <= most:
@@ -94,7 +95,7 @@ class Adapters:
         self._device = device
         self._cache = cache
         self._deterministic = deterministic
-        self._refusal = refusal
+        self._fused = fused
         self._registry = Registry(config.host_mib << 20, self._freed)
         self._residency: Residency | None = None
         self._use: AdapterUse | None = None
@@ -124,8 +125,8 @@ class Adapters:
     ) -> AdapterReport:
         """Phase one: everything that can fail. Nobody sees the revision yet; the one served goes on."""
         check_id("name", name)
-        if self._refusal is not None:
-            raise Unsupported(field="adapter", expected=self._refusal, actual=name)
+        if self._fused and self._deterministic:
+            raise Unsupported(field="deterministic", expected="false with adapters on the fused path", actual=True)
         with _translated():
             weights = self._check(config, tensors)
             packed = pack(weights, self._model.adapter_sites, self._dtype, pinned=self._device.type == "cuda")
@@ -190,7 +191,17 @@ class Adapters:
         """What adapters add in a step, from each token's slot."""
         if not slots_T.any():
             return None
-        return LoopStep(self.residency.pool, slots_T, self._deterministic)
+        pool = self.residency.pool
+        if self._device.type == "cuda":
+            from lora.kernel_step import KernelStep  # needs Triton
+
+            return KernelStep(pool, slots_T)
+        return LoopStep(pool, slots_T, self._deterministic)
+
+    @property
+    def needs_serial_steps(self) -> bool:
+        """Whether requests are there that captured steps know nothing of."""
+        return self._fused and self._registry.in_use
 
     @property
     def residency(self) -> Residency:

@@ -113,13 +113,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         memory=MemoryTags(arena, pool, cache, None if drafter is None else drafter.arena, draft_pool),
         counters=EngineCounters(),
         adapters=Adapters(
-            config.adapters,
-            model,
-            dtype,
-            device,
-            cache,
-            config.deterministic,
-            "a CPU engine: the fused path has no adapters" if isinstance(runner, FusedRunner) else None,
+            config.adapters, model, dtype, device, cache, config.deterministic, isinstance(runner, FusedRunner)
         ),
         layout=f"{config.dtype}/{page_size}",
         drafter_model=None if drafter is None else drafter.model,

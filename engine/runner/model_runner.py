@@ -122,7 +122,7 @@ def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
 
 class FusedRunner(ModelRunner):
     """The same results from fused kernels, with an attention backend that can `attend` to keys and
-    values already written."""
+    values already written. Batches with adapters run layer by layer, as on any device."""
 
     def __init__(
         self, model: DenseDecoderLM, kv_pool: KVPool, backend: TritonAttention, deterministic: bool = False
@@ -142,6 +142,8 @@ class FusedRunner(ModelRunner):
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        if batch.adapters is not None:
+            return super().hidden(batch, capture)
         if self.prefill_graphs is not None:
             replayed_TD = self.prefill_graphs.hidden(batch, capture)
             if replayed_TD is not None:
@@ -165,5 +167,6 @@ class FusedRunner(ModelRunner):
 
     @torch.inference_mode()
     def _logits(self, hidden_RD: torch.Tensor, part: slice, adapters: AdapterStep | None) -> torch.Tensor:
-        assert adapters is None, "adapters are refused where the fused path runs"
+        if adapters is not None:
+            return super()._logits(hidden_RD, part, adapters)
         return self.fused.logits(hidden_RD, part).float()

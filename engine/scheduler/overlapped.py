@@ -73,6 +73,10 @@ class OverlappedLoop:
         there was nothing to do."""
         began = time.perf_counter()
         scheduler = self._scheduler
+        if scheduler.needs_serial_steps:
+            worked = self.settle()
+            self._take_back()
+            return self._serial.step() or worked
         worked = False
         if scheduler.wants_prefill:
             worked = self.settle()
@@ -118,6 +122,11 @@ class OverlappedLoop:
         result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
         self._counters.steps += steps
         return Burst(samples, [_key(s) for s in samples], steps, result)
+
+    def _take_back(self) -> None:
+        """The device knows of no row any more; the host's view is whole."""
+        self._table.release(list(self._resident))
+        self._resident.clear()
 
     def _hand_over(self, samples: list[Sample]) -> None:
         """Give the device the rows whose state it does not hold, and take back what those that have

@@ -14,6 +14,8 @@ from lora.kernels.expand import lora_expand, lora_expand_reference
 from lora.kernels.shrink import lora_shrink, lora_shrink_reference, workspace_shape
 from lora.segments import Segments, Tiles
 from lora.step import LoopStep
+from tests.support import make_engine, prompt, reference_greedy
+from tests.unit.engine.lora_cases import ask_with, greedy_of, save_adapter
 from tests.unit.lora.toy_geometry import VOCAB, all_linear, geometry, make_pool, weights
 
 GEOMETRY = geometry()
@@ -153,3 +155,19 @@ def test_the_norm_after_an_adapted_projection(site, monkeypatch):
         assert stream is kept
         close(kept, expected[1])
         close(out, expected[0])
+
+
+def test_an_engine_of_fused_kernels_serves_adapters(t_full, tmp_path):
+    """Steps with adapted rows are put together by the host; those before and after run on the device."""
+    folder = save_adapter(t_full, tmp_path, 1, target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
+    engine = make_engine(t_full, page_size=4, burst=2, attention="triton", loop="overlapped", max_running=4)
+    engine.adapters.register_folder("LA", folder)
+    for name in (None, "LA", None):
+        asked = [ask_with(None, "base", prompt(5), max_new=4), ask_with(name, "other", prompt(7), max_new=2)]
+        base, other = engine.generate(asked)
+        assert base.samples[0].ids.tolist() == reference_greedy(t_full, prompt(5), 4)
+        if name is not None:
+            assert other.samples[0].ids.tolist() == greedy_of(t_full, folder, prompt(7), 2)
+            assert {span.adapter_rev for span in other.samples[0].spans} == {1}
+        engine.check()
+    assert engine.counters.graph_captures > 0

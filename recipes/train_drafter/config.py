@@ -15,7 +15,7 @@ from recipes.tracking import TrackingConfig
 from trainer_bridge.drafter.initial import DrafterShape
 from trainer_bridge.drafter.objective import DraftLossConfig
 from trainer_bridge.drafter.responses import SamplingConfig
-from trainer_bridge.drafter.trainer import DraftOptimConfig
+from trainer_bridge.drafter.trainer import DraftOptimConfig, Trained
 from trainer_bridge.trainer import OptimConfig
 
 
@@ -85,8 +85,10 @@ class EvaluationConfig:
 @dataclass(frozen=True, slots=True)
 class TrainDrafterConfig:
     """`batch` examples a train_step, over all ranks. The drafter computes in `dtype` with fp32 copies behind 16
-    bits. `portion` conversations are answered before they are safe on disk. `max_seconds` ends this process
-    at the next safe point; starting it again goes on from there."""
+    bits. `start_from` is an exported drafter to go on with, whose shape then holds instead of `shape`; with
+    `trained` "confidence" nothing but its confidence head learns. `portion` conversations are answered
+    before they are safe on disk. `max_seconds` ends this process at the next safe point; starting it again
+    goes on from there."""
 
     output: Path = Path("outputs/drafter")
     seed: int = 0
@@ -95,6 +97,8 @@ class TrainDrafterConfig:
     prompts: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     shape: DrafterShape = DrafterShape()
+    start_from: Path | None = None
+    trained: Trained = "all"
     loss: DraftLossConfig = DraftLossConfig()
     optim: DraftOptimConfig = DraftOptimConfig()
     features: FeatureConfig = FeatureConfig()

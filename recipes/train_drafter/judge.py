@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from engine.build import Parts
 from engine.dspark.block_model import BlockDrafterModel
-from engine.dspark.scaling import Rule, StoredScaling, SurvivalScaling
+from engine.dspark.scaling import Rule, StoredScaling
+from engine.errors import InvalidRequest
 from engine.types import SamplingParams
 from recipes.grpo.progress import Display
-from recipes.train_drafter.config import TrainDrafterConfig
+from recipes.train_drafter.config import EvaluationConfig
 from recipes.train_drafter.target import Target
 from trainer_bridge.drafter.calibration import calibrate, draw_reliability
 from trainer_bridge.drafter.evaluation import EvaluationReport, report_of_rounds
@@ -27,37 +29,61 @@ class Judgement:
 
 
 def judge(
-    config: TrainDrafterConfig,
+    settings: EvaluationConfig,
     target: Target,
     parts: Parts,
     model: BlockDrafterModel,
     held_out: Sequence[Dialogue],
+    output: Path,
+    seed: int,
     display: Display,
 ) -> Judgement:
     """Full-window rounds under every rule at every temperature. Where the drafter has confidences, each rule's
-    temperatures are fitted on answers of their own and judged on the evaluation's."""
-    settings, result = config.evaluation, Judgement()
+    temperatures are fitted on answers of their own and judged on the evaluation's; `output` gets the
+    reliability diagrams."""
+    result = Judgement()
     prompts = [
         (dialogue.domain, np.asarray(target.codec.render(dialogue.opening, first=True), np.uint32))
         for dialogue in held_out
     ]
     prompts = [(domain, ids) for domain, ids in prompts if _fits(ids, parts, model)]
+    if not prompts:
+        raise InvalidRequest(field="prompts.held_out", expected="a prompt that fits the drafter's context", actual=0)
     for rule in settings.rules:
-        fitted = _fit_log(config, target, parts, model, rule, prompts) if model.confidence_head is not None else None
+        play = _Play(settings, target, parts, model, rule, prompts)
+        fitted = RoundLog(model.spec.num_drafts)
+        if model.confidence_head is not None:
+            for number in range(settings.fit_samples):
+                fitted.add(play(settings.calibrate_at, seed + 1 + number))
         for temperature in settings.temperatures:
-            params = _params(config, target, temperature)
-            log = FullWindowRounds(parts, model, rule, config.seed).play(prompts, params, settings.batch)
-            scaling: SurvivalScaling | None = None
-            if fitted is not None and temperature == settings.calibrate_at:
+            log, scaling = play(temperature, seed), None
+            if fitted.logits and temperature == settings.calibrate_at:
                 outcome = calibrate(fitted, log)
                 scaling = outcome.scaling
-                name = f"{', '.join(config.prompts.sources)}, held out"
+                name = f"{', '.join(sorted(log.stats))}: held-out prompts"
                 result.scalings.append(outcome.stored(name, rule, temperature))
-                draw_reliability(outcome.raw, outcome.scaled, config.output / f"reliability-{rule}.png")
+                draw_reliability(outcome.raw, outcome.scaled, output / f"reliability-{rule}.png")
             report = report_of_rounds(log, rule=rule, temperature=temperature, scaling=scaling)
             result.reports.append(report)
             display.say(describe_report(report))
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Play:
+    """Rounds of one rule over the same prompts."""
+
+    settings: EvaluationConfig
+    target: Target
+    parts: Parts
+    model: BlockDrafterModel
+    rule: Rule
+    prompts: list[tuple[str, np.ndarray]]
+
+    def __call__(self, temperature: float, seed: int) -> RoundLog:
+        params = SamplingParams(temperature=temperature, max_new=self.settings.max_new, stop_ids=self.target.stop_ids)
+        rounds = FullWindowRounds(self.parts, self.model, self.rule, seed)
+        return rounds.play(self.prompts, params, self.settings.batch)
 
 
 def describe_report(report: EvaluationReport) -> str:
@@ -71,25 +97,6 @@ def describe_report(report: EvaluationReport) -> str:
             ece, auc = float(np.nanmean(errors.ece)), float(np.nanmean(errors.auc))
             lines.append(f"  confidences, {name}: ECE {ece:.2%}  AUC {auc:.3f}")
     return "\n".join(lines)
-
-
-def _fit_log(
-    config: TrainDrafterConfig,
-    target: Target,
-    parts: Parts,
-    model: BlockDrafterModel,
-    rule: Rule,
-    prompts: list[tuple[str, np.ndarray]],
-) -> RoundLog:
-    settings, log = config.evaluation, RoundLog(model.spec.num_drafts)
-    params = _params(config, target, settings.calibrate_at)
-    for number in range(settings.fit_samples):
-        log.add(FullWindowRounds(parts, model, rule, config.seed + 1 + number).play(prompts, params, settings.batch))
-    return replace(log, texts={})
-
-
-def _params(config: TrainDrafterConfig, target: Target, temperature: float) -> SamplingParams:
-    return SamplingParams(temperature=temperature, max_new=config.evaluation.max_new, stop_ids=target.stop_ids)
 
 
 def _fits(ids: np.ndarray, parts: Parts, model: BlockDrafterModel) -> bool:

@@ -17,13 +17,13 @@ import torch
 from engine.build import Parts, load_parts
 from engine.config import describe
 from engine.dspark.block_model import BlockDrafterModel, shared_ends
-from engine.dspark.block_spec import drafter_spec_from_config
+from engine.dspark.block_spec import check_fits, drafter_spec_from_config
 from engine.dspark.scaling import StoredScaling
 from engine.errors import InvalidRequest
 from engine.models.spec import DTYPES
 from recipes.grpo.progress import Display
 from recipes.tracking import Tracker, wandb_sinks
-from recipes.train_drafter.config import TrainDrafterConfig
+from recipes.train_drafter.config import TaughtModel, TrainDrafterConfig
 from recipes.train_drafter.data import (
     answer,
     cache_states,
@@ -38,10 +38,11 @@ from recipes.train_drafter.prompts import make_prompts
 from recipes.train_drafter.ranks import Clock, Ranks
 from recipes.train_drafter.target import Target, find_target
 from recipes.train_drafter.training import train
-from trainer_bridge.drafter.export import DrafterCard, export_drafter
+from trainer_bridge.drafter.export import DrafterCard, export_drafter, load_drafter
 from trainer_bridge.drafter.feature_cache import CacheOrigin
 from trainer_bridge.drafter.features import FeatureScorer
 from trainer_bridge.drafter.initial import drafter_config, initialise
+from trainer_bridge.drafter.responses import Dialogue
 from trainer_bridge.drafter.trainer import DrafterTrainer
 
 FREE = ("output", "max_seconds", "checkpoint_every", "tracking.", "features.", "engine.", "evaluation.", "portion")
@@ -59,24 +60,20 @@ class DrafterRun:
         self.target = self._find_target()
         self.parts: Parts = load_parts(self.target.folder, config.engine)
         self.ranks = Ranks.join(self.parts.device)
-        spec = self.parts.model.spec
-        self.drafter_config = drafter_config(config.shape, self.target.folder, spec, self.target.mask_id)
-        self.drafter_config["detach_confidence"] = config.loss.detach_confidence
-        drafter = drafter_spec_from_config(self.drafter_config)
+        self.model, self.drafter_config = self._begin_with()
+        drafter = self.model.spec
         self.scorer = FeatureScorer(self.parts, drafter.target_layers)
         self.origin = CacheOrigin(
             target_digest=self.scorer.digest(),
             layers=drafter.target_layers,
-            hidden=spec.hidden,
+            hidden=drafter.backbone.hidden,
             dtype=str(self.parts.model.dtype).removeprefix("torch."),
         )
-        self.model = BlockDrafterModel(drafter, DTYPES[config.dtype], self.parts.device)
-        initialise(self.model, self.parts.model, config.seed)
         self.ends = shared_ends(self.parts.model)
 
     def dry_run(self) -> dict[str, Any]:
         """What the run would take; makes nothing but a target that does not exist yet."""
-        training, held_out = make_prompts(self.config)
+        training, held_out = self._prompts()
         responder = make_responder(self.config, self.target, self.parts)
         found = estimate(self.config, responder, self.scorer, self.origin, training)
         params = sum(param.numel() for param in self.model.parameters())
@@ -98,7 +95,7 @@ class DrafterRun:
     def run(self) -> dict[str, Any]:
         """Results; `finished` is false where time ran out, and starting again goes on."""
         config = self.config
-        training, held_out = make_prompts(config)
+        training, held_out = self._prompts()
         responses, kept_out = config.output / "responses.jsonl", config.output / "held_out.jsonl"
         ready = self._answers(training, responses, "answers") and self._answers(held_out, kept_out, "held out")
         if self.ranks.any(not ready, self.parts.device):
@@ -111,7 +108,7 @@ class DrafterRun:
         if self.ranks.any(not ready, self.parts.device):
             return self._unfinished("states")
         source = open_source(config, self.target, self.scorer, self.origin, examples, features)
-        trainer = DrafterTrainer(self.model, self.ends, config.loss, config.optim, config.seed)
+        trainer = DrafterTrainer(self.model, self.ends, config.loss, config.optim, config.seed, config.trained)
         tracker = self._tracker()
         try:
             unseen = self.scorer.score(read_answers(kept_out, self.display))
@@ -121,7 +118,16 @@ class DrafterRun:
             if not self.ranks.first:
                 return {"finished": True}
             self.model.requires_grad_(False)
-            judged = judge(config, self.target, self.parts, self.model, held_out, self.display)
+            judged = judge(
+                config.evaluation,
+                self.target,
+                self.parts,
+                self.model,
+                held_out,
+                config.output,
+                config.seed,
+                self.display,
+            )
             for report in judged.reports:
                 tracker.log("evaluation", trainer.train_step, report.metrics())
         finally:
@@ -132,7 +138,12 @@ class DrafterRun:
         folder = self._export(judged, len(examples), sum(e.num_tokens for e in examples))
         return self._results(judged, curve, folder)
 
-    def _answers(self, dialogues: list, path: Path, name: str) -> bool:
+    def _prompts(self) -> tuple[list[Dialogue], list[Dialogue]]:
+        target = self.config.target
+        task = target.task if isinstance(target, TaughtModel) else None
+        return make_prompts(self.config.prompts, task, self.config.seed)
+
+    def _answers(self, dialogues: list[Dialogue], path: Path, name: str) -> bool:
         if not self.ranks.first:
             return True
         responder = make_responder(self.config, self.target, self.parts)
@@ -180,6 +191,19 @@ class DrafterRun:
     def _unfinished(self, stage: str) -> dict[str, Any]:
         self.display.say(f"time is up during {stage}: start again with the same output folder to go on")
         return {"finished": False, "stage": stage, "seconds": round(self.clock.elapsed, 1)}
+
+    def _begin_with(self) -> tuple[BlockDrafterModel, dict[str, Any]]:
+        """A drafter that knows nothing, or the one to go on with, and its configuration."""
+        config, target = self.config, self.parts.model
+        dtype = DTYPES[config.dtype]
+        if config.start_from is not None:
+            model, stored = load_drafter(config.start_from, dtype, self.parts.device)
+            check_fits(model.spec, target.spec)
+        else:
+            stored = drafter_config(config.shape, self.target.folder, target.spec, self.target.mask_id)
+            model = BlockDrafterModel(drafter_spec_from_config(stored), dtype, self.parts.device)
+            initialise(model, target, config.seed)
+        return model, stored | {"detach_confidence": config.loss.detach_confidence}
 
     def _find_target(self) -> Target:
         phases: list[Any] = []

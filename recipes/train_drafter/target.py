@@ -60,8 +60,9 @@ def find_target(
 
 
 def _mask_id(tokenizer) -> int:
-    """The tokenizer's own mask, else its token for unknown text, else the last id: none is said in a chat."""
+    """The tokenizer's own mask, else its token for unknown text, else the last id that ends nothing."""
     for candidate in (tokenizer.mask_token_id, tokenizer.unk_token_id):
         if candidate is not None and candidate != tokenizer.eos_token_id:
             return int(candidate)
-    return len(tokenizer) - 1
+    last = len(tokenizer) - 1
+    return last - (last == tokenizer.eos_token_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,9 +27,9 @@ from engine.validation import check_id
 from lora.config import LIMITS, AdapterConfig
 from lora.device_pool import BASE, DevicePool
 from lora.errors import AdapterConflict, AdapterError, AdapterMemory, InvalidAdapter, UnknownAdapter, UnsupportedAdapter
-from lora.factors import AdapterWeights, check_weights
+from lora.factors import check_weights
 from lora.folder import read_folder
-from lora.packing import pack
+from lora.packing import Packed, pack
 from lora.registry import Registry
 from lora.residency import Order, Residency
 from lora.step import AdapterStep, LoopStep
@@ -71,6 +72,14 @@ class Lease:
         self._registry.release(old)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """A checked adapter that no name leads to."""
+
+    digest: str
+    packed: Packed
+
+
 class Adapters:
     """`fused` says that captured steps run where nobody has an adapter. `on_publish(old, new)` lets running
     requests follow, before the old version may end."""
@@ -111,29 +120,38 @@ class Adapters:
         self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rev: int | None = None
     ) -> AdapterReport:
         """Check an adapter, stage it and let its name lead to it. `config` and `tensors` are peft's own."""
-        staged = self.stage(name, config, tensors, rev)
+        staged = self.stage(name, self.prepare(config, tensors), rev)
         return self.publish(name, staged.rev)
 
     def register_folder(self, name: str, folder: str | Path, rev: int | None = None) -> AdapterReport:
         """The same for a folder that peft saved."""
-        with _translated():
-            config, tensors = read_folder(Path(folder))
-        return self.register(name, config, tensors, rev)
+        staged = self.stage(name, self.prepare_folder(folder), rev)
+        return self.publish(name, staged.rev)
 
-    def stage(
-        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rev: int | None = None
-    ) -> AdapterReport:
-        """Phase one: everything that can fail. Nobody sees the revision yet; the one served goes on."""
-        check_id("name", name)
+    def prepare(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> PreparedAdapter:
+        """All that takes time and most that can fail: checks, the digest, the copy laid out for the device. It
+        changes nothing and may run in any thread while the engine steps."""
         if self._fused and self._deterministic:
             raise Unsupported(field="deterministic", expected="false with adapters on the fused path", actual=True)
         with _translated():
-            weights = self._check(config, tensors)
-            packed = pack(weights, self._model.adapter_sites, self._dtype, pinned=self._device.type == "cuda")
-            if not self.residency.pool.fits(packed):
-                room = self.residency.pool.values_U.nbytes
+            sites, most = self._model.adapter_sites, self._config.max_rank
+            weights = check_weights(config, tensors, sites, most, self._same_base)
+            packed = pack(weights, sites, self._dtype, pinned=self._device.type == "cuda")
+            room = self._config.device_mib << 20
+            if DevicePool.size_of(packed) > room:
                 raise AdapterMemory("adapters.device_mib", f"room for {packed.num_bytes} bytes", f"{room} bytes")
-            version = self._registry.stage(name, weights.digest, packed, rev)
+        return PreparedAdapter(weights.digest, packed)
+
+    def prepare_folder(self, folder: str | Path) -> PreparedAdapter:
+        with _translated():
+            config, tensors = read_folder(Path(folder))
+        return self.prepare(config, tensors)
+
+    def stage(self, name: str, prepared: PreparedAdapter, rev: int | None = None) -> AdapterReport:
+        """Phase one. Nobody sees the revision yet; the one served goes on."""
+        check_id("name", name)
+        with _translated():
+            version = self._registry.stage(name, prepared.digest, prepared.packed, rev)
         self.residency.prefetch(version)
         return _report(version)
 
@@ -221,9 +239,6 @@ class Adapters:
             self._residency.check()
 
     # --- inside ---------------------------------------------------------------------------------
-
-    def _check(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
-        return check_weights(config, tensors, self._model.adapter_sites, self._config.max_rank, self._same_base)
 
     def _same_base(self, module: str, tensor: torch.Tensor) -> bool:
         weight = self._model.base_weight(module)

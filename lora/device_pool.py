@@ -86,9 +86,10 @@ class DevicePool:
         for slot in sorted(slots & set(self._ready)):
             torch.cuda.current_stream(self.device).wait_event(self._ready.pop(slot))
 
-    def fits(self, packed: Packed) -> bool:
-        """Whether the pool could hold it at all."""
-        return _whole(packed) <= self._extents.size
+    @staticmethod
+    def size_of(packed: Packed) -> int:
+        """Bytes that an adapter takes."""
+        return _whole(packed) * packed.values_U.itemsize
 
     def could_load(self, packed: Packed, slots: list[int]) -> bool:
         """Whether there is room once these slots are free."""

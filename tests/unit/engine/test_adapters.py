@@ -16,6 +16,7 @@ from lora.config import AdapterConfig
 from lora.folder import read_folder
 from tests.support import TOLERANCE, assert_whole, make_engine, prompt, reference_greedy, reference_logprobs
 from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
+from tests.unit.lora.toy_geometry import tensors
 
 PROMPTS = [prompt(3), prompt(9, 40), prompt(17), prompt(5, 100), prompt(12)]
 
@@ -166,16 +167,16 @@ def test_case_e3_unknown_names_are_errors(t_full, folders):
 
 def test_case_e4_a_refused_adapter_disturbs_nobody(t_full, folders):
     engine = with_adapters(t_full, folders, "LA")
-    config, tensors = read_folder(folders["LB"])
+    config, given = read_folder(folders["LB"])
     sinks = _start(engine, [ask_with("LA", "a"), ask_with(None, "b")])
     engine.step()
     whole = {"base_model.model.lm_head.modules_to_save.weight": torch.zeros(512, 64)}
     with pytest.raises(Unsupported, match="modules_to_save"):
-        engine.adapters.register("LA", config, tensors | whole)
+        engine.adapters.register("LA", config, given | whole)
     with pytest.raises(Unsupported, match="use_dora"):
-        engine.adapters.register("LA", config | {"use_dora": True}, tensors)
+        engine.adapters.register("LA", config | {"use_dora": True}, given)
     with pytest.raises(InvalidRequest, match="finite"):
-        engine.adapters.register("new", config, {name: tensor * float("nan") for name, tensor in tensors.items()})
+        engine.adapters.register("new", config, {name: tensor * float("nan") for name, tensor in given.items()})
     assert engine.adapters.current == {"LA": 1}
     drain(engine)
     expect(sinks[0].result().samples[0], t_full, folders["LA"], prompt(24))
@@ -217,7 +218,7 @@ def test_more_adapters_than_places_take_turns(t_full, folders):
     engine.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
 def test_case_e6_publishing_while_others_generate(t_full, folders, seed):
     """Every sample is one revision's from end to end, and the one its spans name."""
     chance = random.Random(seed)
@@ -274,7 +275,7 @@ def test_requests_may_follow_a_new_revision(t_full, folders, on_publish):
 
 def test_a_stage_is_seen_by_nobody_until_published(t_full, folders):
     engine = with_adapters(t_full, folders, "LA")
-    staged = engine.adapters.stage("LA", *read_folder(folders["LB"]))
+    staged = engine.adapters.stage("LA", engine.adapters.prepare_folder(folders["LB"]))
     (group,) = engine.generate([ask_with("LA", "g", max_new=4)])
     expect(group.samples[0], t_full, folders["LA"], prompt(24), 4)
     with pytest.raises(NotFound):
@@ -284,7 +285,7 @@ def test_a_stage_is_seen_by_nobody_until_published(t_full, folders):
     expect(group.samples[0], t_full, folders["LB"], prompt(24), 4)
     with pytest.raises(Conflict):
         engine.adapters.register("LA", *read_folder(folders["LB"]), rev=staged.rev)
-    dropped = engine.adapters.stage("LA", *read_folder(folders["LC"]))
+    dropped = engine.adapters.stage("LA", engine.adapters.prepare_folder(folders["LC"]))
     engine.adapters.discard("LA", dropped.rev)
     assert engine.adapters.current == {"LA": 2} and len(engine.adapters.versions) == 1
 
@@ -322,6 +323,44 @@ def _start(engine, requests):
     for request, sink in zip(requests, sinks, strict=True):
         engine.add_group(request, sink)
     return sinks
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("both_loops")
+def test_a_thousand_revisions_under_load_leave_nothing_behind(t_full, folders):
+    engine = make_engine(t_full, adapters=small(4), kv_tokens=1024)
+    prepared = [engine.adapters.prepare_folder(folders[name]) for name in ("LA", "LB", "LC")]
+    wanted = [greedy_of(t_full, folders[name], prompt(24), 6) for name in ("LA", "LB", "LC")]
+    sinks: list[Collector] = []
+    for number in range(1000):
+        rev = engine.adapters.stage("pol", prepared[number % 3]).rev
+        engine.adapters.publish("pol", rev)
+        assert rev == number + 1
+        sinks += _start(engine, [ask_with("pol", f"{number}", max_new=6)])
+        engine.step()
+        engine.step()
+        assert len(engine.adapters.versions) < 20
+    drain(engine)
+    for number, sink in enumerate(sinks):
+        (sample,) = sink.result().samples
+        assert sample.ids.tolist() == wanted[number % 3]
+        assert {span.adapter_rev for span in sample.spans} == {number + 1}
+    assert [version.rev for version in engine.adapters.versions] == [1000]
+    assert len(engine.adapters.residency.resident) == 1
+    assert engine._parts.cache.stats().roots < 300
+
+
+def test_an_adapter_larger_than_the_device_pool_is_refused(t_full, folders):
+    engine = make_engine(t_full, adapters=AdapterConfig(device_mib=1, max_rank=128))
+    where = engine._parts.model.adapter_sites
+    everything = dict.fromkeys(where.places, 128)
+    with pytest.raises(TooLarge, match="device_mib"):
+        engine.adapters.register("big", {"r": 128}, tensors(everything, where))
+    with pytest.raises(InvalidRequest, match="rank"):
+        engine.adapters.register("wide", {"r": 129}, tensors({"lm_head": 129}, where))
+    for field in ("max_rank", "max_resident", "device_mib", "host_mib"):
+        with pytest.raises(InvalidRequest, match=f"adapters.{field}"):
+            make_engine(t_full, adapters=AdapterConfig(**{field: 0}))
 
 
 def test_bfloat16_weights_under_an_adapter(t_full, folders):

@@ -185,5 +185,3 @@ def test_the_one_wanted_last_leaves_first():
     assert residency.ensure(new, {never}, {soon: 0, late: 5}) and late.slot is None
     assert residency.ensure(late, {new}, {soon: 0}) and never.slot is None
     assert not residency.ensure(never, {new, late, soon}, {})
-    big = pack(weights(dict.fromkeys(WHERE.places, 64), WHERE), WHERE, torch.float32)
-    assert not residency.pool.fits(big) and residency.pool.fits(packed_of(30))

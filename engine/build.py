@@ -25,7 +25,7 @@ from engine.dspark.config import check_config
 from engine.dspark.drafter import Drafter
 from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import pool_budget, whole_pages
 from engine.memory.device_table import DeviceTable
@@ -154,11 +154,12 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             number(parts.config.scheduler.max_running),
             parts.counters,
             parts.config.deterministic,
+            parts.speculation,
         )
         parts.memory.graphs.append(stepper)
         capture_chunks(parts)
         return stepper
-    return EagerStepper(table, builder, parts.runner, parts.sampler)
+    return EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
 
 
 def capture_chunks(parts: Parts) -> None:
@@ -202,8 +203,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
         raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)
-    if loop == "overlapped" and config.dspark.enabled:
-        raise Unsupported(field="loop", expected="'serial' where dspark.drafter is set", actual=config.loop)
     scheduler = _resolve_scheduler(config, device)
     if not 0 < config.cache.memory_fraction < 1:
         raise InvalidRequest(

@@ -104,7 +104,7 @@ class Engine:
             parts.speculation,
         )
         self._loop: SerialLoop | OverlappedLoop = serial
-        if parts.speculation is not None:
+        if parts.speculation is not None and parts.config.loop == "serial":
             capture_chunks(parts)
         if parts.config.loop == "overlapped":
             burst = parts.config.scheduler.burst
@@ -119,6 +119,7 @@ class Engine:
                 parts.counters,
                 burst,
                 parts.config.scheduler.prefill_burst,
+                parts.speculation,
             )
 
     @classmethod

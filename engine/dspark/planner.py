@@ -128,6 +128,10 @@ class Planner:
             chosen = Choice(True, chosen.budget, chosen.tier, chosen.tokens, chosen.seconds, probe=True)
         return chosen
 
+    def passed(self, steps: int) -> None:
+        """Steps without drafts that nobody asked about."""
+        self._without += steps
+
     def _plain(self, outlook: Outlook, rows: int) -> Choice:
         tier = self._tier(rows)
         shape = StepShape(rows, tier, False, outlook.tokens_read, float(outlook.context_B.sum()))

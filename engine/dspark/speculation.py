@@ -24,6 +24,7 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.dspark.acceptance import Round, Verdict, verify_coupled, verify_rejection
+from engine.dspark.alternation import Alternation
 from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
@@ -102,6 +103,8 @@ class Speculation:
         self._step = 0
         self._residents: dict[int, tuple[int, Sample]] = {}
         """Slot -> key of the sequence that the drafter was told of, and its sample."""
+        self.alternation: Alternation | None = None
+        """Set by a loop that runs bursts of plain steps between planned ones."""
 
     # --- planning and drafting ----------------------------------------------------------------
 
@@ -123,6 +126,8 @@ class Speculation:
         samples, most = [samples[b] for b in order], [most[b] for b in order]
         step = self._plan(samples, most)
         self.record.planning_seconds += time.perf_counter() - began
+        if self.alternation is not None:
+            self.alternation.answered(step.plan.drafting, step.plan.probe, any(most))
         if step.plan.drafting:
             self._fill(step, most, proposal)
         else:
@@ -297,7 +302,44 @@ class Speculation:
     def finish(self, step: DraftStep, seconds: float | None) -> None:
         """The step's tokens are with their samples. `seconds` is what it took, None where it did more than
         this."""
+        if self.alternation is not None and not step.drafting:
+            # Plain steps run as bursts here, and their times are those of bursts.
+            seconds = None
         self.record.observe(step, seconds)
+
+    # --- plain steps in bursts ------------------------------------------------------------------
+
+    def absorb(
+        self,
+        ids_B: torch.Tensor,
+        positions_B: torch.Tensor,
+        write_slots_B: torch.Tensor,
+        features: dict[int, torch.Tensor],
+    ) -> None:
+        """Commit one token of every row of a burst's step, on the device alone: what a captured graph does.
+        Rows that have finished write to the scratch page."""
+        committed = Committed((), (), ids_B, positions_B.clamp(min=0), write_slots_B.clamp(min=0), features)
+        self.drafter.commit(committed)
+
+    def burst(self, samples: list[Sample], tokens: int, seconds: float | None) -> None:
+        """A burst of plain steps has been committed: `tokens` in all, in `seconds` a step where that is
+        known. What a drafter keeps on the host is behind, and is told anew before the next round."""
+        for slot, (key, sample) in self._residents.items():
+            self.drafter.release(slot)
+            self.record.forget(key, sample)
+        self._residents.clear()
+        self.record.stats.plain_steps += tokens
+        running = [sample for sample in samples if sample.sequence is not None]
+        if seconds is not None and running:
+            context = float(sum(sample.length for sample in running))
+            shape = StepShape(len(running), len(running), False, _distinct_tokens(running), context)
+            self.cost.observe(shape, seconds)
+
+    def passed(self, steps: int) -> None:
+        """Steps of a burst have been launched."""
+        assert self.alternation is not None
+        self.alternation.passed(steps)
+        self._planner.passed(steps)
 
     # --- changes between steps ------------------------------------------------------------------
 

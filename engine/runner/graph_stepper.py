@@ -24,6 +24,7 @@ import torch
 from engine.attention.decode_metadata import DecodeMetadata, worthwhile
 from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
+from engine.dspark.speculation import Speculation
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.raw_heads import RawHeads
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
@@ -83,8 +84,10 @@ class GraphStepper:
         max_rows: int,
         counters: EngineCounters,
         deterministic: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self._deterministic = deterministic
+        self._speculation = speculation
         self._table = table
         self._requests = requests
         self._forward = forward
@@ -192,6 +195,7 @@ class GraphStepper:
         columns = self._sampling(slots_B, modes)
         drawn = self._drawn.head(tier, entropy=modes.columns)
         every = modes.columns or modes.top
+        layers = () if self._speculation is None else self._speculation.captured_layers
 
         def attend(q_BNH: torch.Tensor, layer: int) -> torch.Tensor:
             self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer)
@@ -216,7 +220,11 @@ class GraphStepper:
                 metadata.write_slots_B,
             )
             metadata.cut()
-            hidden_BD = self._forward.hidden(ids_B, positions_B, metadata.write_slots_B, attend, attend_raw=rotates)
+            states = dict.fromkeys(layers, ids_B)
+            write_slots_B = metadata.write_slots_B
+            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None, rotates)
+            if self._speculation is not None and layers:
+                self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
             logits_BV = self._forward.logits(hidden_BD)
             sample_rows(logits_BV, columns, drawn, self._workspace, truncated=modes.truncated, every=every)
             if modes.top:

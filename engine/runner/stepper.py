@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.dspark.speculation import Speculation
 from engine.memory.device_columns import COLUMNS
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
 from engine.request import Columns, Sample
@@ -145,9 +146,18 @@ def _to_host(part: torch.Tensor) -> torch.Tensor:
 
 
 class EagerStepper:
-    """One operation after another; the host looks at lengths between steps."""
+    """One operation after another; the host looks at lengths between steps. A `speculation` is given every
+    token, so that its drafter may go on from here."""
 
-    def __init__(self, table: DeviceTable, builder: BatchBuilder, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        table: DeviceTable,
+        builder: BatchBuilder,
+        runner: ModelRunner,
+        sampler: Sampler,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._speculation = speculation
         self._table = table
         self._builder = builder
         self._runner = runner
@@ -168,7 +178,11 @@ class EagerStepper:
         table = self._table
         computed_B = table.computed_S[slots_B]
         batch = self._builder.build_decode(samples, table.last_token_S[slots_B].tolist(), computed_B.tolist())
-        logits_BV = self._runner.logits(self._runner.hidden(batch), batch.logit_adapters)
+        layers = () if self._speculation is None else self._speculation.captured_layers
+        features = dict.fromkeys(layers, torch.empty(0))
+        logits_BV = self._runner.logits(self._runner.hidden(batch, features or None), batch.logit_adapters)
+        if self._speculation is not None and layers:
+            self._speculation.absorb(batch.input_ids_T, batch.positions_T, batch.write_slots_T, features)
         positions = (computed_B + 1).tolist()
         rows = [self._row(sample, slot) for sample, slot in zip(samples, slots_B.tolist(), strict=True)]
         advance(table, slots_B, self._sampler.sample(logits_BV, rows, positions))

@@ -17,6 +17,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from engine.dspark.alternation import Alternation
+from engine.dspark.speculation import Speculation
 from engine.memory.device_table import BAD, DEFINITIONS, DeviceTable, RowState
 from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
@@ -38,7 +40,8 @@ class Burst:
 
 
 class OverlappedLoop:
-    """`burst` bounds the steps launched at once; the ring holds two bursts."""
+    """`burst` bounds the steps launched at once; the ring holds two bursts. With a `speculation` rounds are
+    steps of the serial loop, and bursts run for as long as drafting would not pay."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class OverlappedLoop:
         counters: EngineCounters,
         burst: int,
         prefill_burst: int,
+        speculation: Speculation | None = None,
     ) -> None:
         assert table.ring >= 2 * burst, f"a ring of {table.ring} cannot hold two bursts of {burst}"
         self._scheduler = scheduler
@@ -60,6 +64,11 @@ class OverlappedLoop:
         self._counters = counters
         self._burst = burst
         self._prefill_burst = prefill_burst
+        self._speculation = speculation
+        if speculation is not None:
+            speculation.alternation = Alternation(speculation.config.probe_every, burst)
+        self._committed_at: float | None = None
+        """When the last burst was committed, where nothing but bursts has run since."""
         self._flying: Burst | None = None
         self._resident: dict[int, int] = {}
         """Slot -> key of the sequence whose state the device holds."""
@@ -73,7 +82,7 @@ class OverlappedLoop:
         there was nothing to do."""
         began = time.perf_counter()
         scheduler = self._scheduler
-        if scheduler.needs_serial_steps:
+        if scheduler.needs_serial_steps or self._asks():
             worked = self.settle()
             self._take_back()
             return self._serial.step() or worked
@@ -95,11 +104,17 @@ class OverlappedLoop:
             self._counters.step_seconds += time.perf_counter() - began
         return worked
 
+    def _asks(self) -> bool:
+        """Whether the next step is planned, and may be a round."""
+        alternation = None if self._speculation is None else self._speculation.alternation
+        return alternation is not None and alternation.asks and bool(self._scheduler.running)
+
     def settle(self) -> bool:
         """Commit everything in flight, so that the host's view is whole. Whether there was any."""
         burst, self._flying = self._flying, None
         if burst is not None:
             self._commit(burst)
+        self._committed_at = None
         return burst is not None
 
     def _launch(self, previous: Burst | None, most: int) -> Burst | None:
@@ -121,6 +136,8 @@ class OverlappedLoop:
         self._hand_over(samples)
         result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
         self._counters.steps += steps
+        if self._speculation is not None:
+            self._speculation.passed(steps)
         return Burst(samples, [_key(s) for s in samples], steps, result)
 
     def _take_back(self) -> None:
@@ -144,7 +161,7 @@ class OverlappedLoop:
 
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
-        columns = burst.result.wait()
+        columns, tokens = burst.result.wait(), 0
         for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
             if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
                 continue
@@ -153,9 +170,14 @@ class OverlappedLoop:
             if count > 0:
                 ids, wanted = columns.tokens(row, start, start + count, sample.row.want)
                 self._counters.decode_rows += count
+                tokens += count
                 self._committer.commit_run(sample, ids, wanted, has_host_stops(sample))
             if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
                 self._committer.fail_bad_logits(sample)
+        if self._speculation is not None:
+            before, self._committed_at = self._committed_at, time.perf_counter()
+            seconds = None if before is None else (self._committed_at - before) / burst.steps
+            self._speculation.burst(burst.samples, tokens, seconds)
 
 
 def has_host_stops(sample: Sample) -> bool:

@@ -151,6 +151,12 @@ def test_random_schedules(t_full, t_full_w1, drafter, fields):
     assert tally.samples > 20
 
 
+def test_random_schedules_of_bursts_and_rounds(t_full, t_full_w1, drafter):
+    settings = dspark(drafter, mode="compact", probe_every=3)
+    tally = fuzz([t_full, t_full_w1], range(50, 55), "overlapped", dspark=settings)
+    assert tally.samples > 20
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("mode", ["static", "compact", "cap_accept"])

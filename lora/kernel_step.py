@@ -51,15 +51,8 @@ class KernelStep:
         self._work_U = torch.empty(size, dtype=torch.float32, device=pool.device)
 
     def add_(self, site: int, x_TK: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
-        if site not in self._mixed:
-            return
-        whole = sum(self._pool.geometry.widths(site))
-        if y_TN.shape[1] == whole:
-            self._add(site, x_TK, y_TN)
-            return
-        full_TN = torch.zeros(y_TN.shape[0], whole, dtype=torch.float32, device=y_TN.device)
-        self._add(site, x_TK, full_TN)
-        y_TN.add_(full_TN[:, outputs])
+        if site in self._mixed:
+            self._add(site, x_TK, y_TN, outputs)
 
     def add_embedding_(self, site: int, ids_T: torch.Tensor, y_TD: torch.Tensor) -> None:
         if site in self._mixed:
@@ -68,11 +61,11 @@ class KernelStep:
     def rows(self, rows_R: np.ndarray) -> KernelStep:
         return KernelStep(self._pool, self._slots_T[rows_R], self._fixed)
 
-    def _add(self, site: int, x: torch.Tensor, y_TN: torch.Tensor) -> None:
+    def _add(self, site: int, x: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
         shape, mixed = self._shape(site), self._mixed[site] or self._rank < MIN_RANK
         h_PGAR = self._work_U[: math.prod(shape)].view(shape)
         lora_shrink(self._pool, site, x, self._tiles, h_PGAR, mixed)
-        lora_expand(self._pool, site, h_PGAR, self._tiles, y_TN, mixed, self._biased)
+        lora_expand(self._pool, site, h_PGAR, self._tiles, y_TN, mixed, self._biased, outputs=outputs)
 
     def _shape(self, site: int) -> tuple[int, int, int, int]:
         geometry = self._pool.geometry

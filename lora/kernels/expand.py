@@ -47,7 +47,8 @@ def lora_expand_reference(pool: DevicePool, site: int, h_PGAR: torch.Tensor, til
 
 @triton.jit
 def lora_expand_kernel(
-    h_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, y_ptr, site, sites, y_stride, h_rows,
+    h_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, y_ptr,
+    site, sites, y_stride, h_rows, skipped,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -72,6 +73,7 @@ def lora_expand_kernel(
     row_M = tl.load(rows_ptr + start + m, mask=m < count, other=0).to(tl.int64)
     b_ptr = values_ptr + tl.multiple_of(tl.load(offsets_ptr + entry * 2 + 1), 64)
     active = (count > 0) & (rank > 0) & (scale != 0.0)
+    b_ptr += tl.cast(skipped, tl.int64) * rank
     if MIXED:
         b_ptr += (base + n).to(tl.int64)[:, None] * rank + r[None, :]
         real_NR = real_N[:, None] & (r < rank)[None, :] & active
@@ -105,13 +107,17 @@ def lora_expand(
     mixed: bool = True,
     biased: bool = True,
     config: ExpandConfig = ExpandConfig(),
+    outputs: slice = slice(None),
 ) -> None:
     """Add to `y_TN` in place, for the rows of `tiles`, what `lora_shrink` left in `h_PGAR`.
 
-    `mixed` as there; without `biased`, no slot met has a bias.
+    `mixed` as there; without `biased`, no slot met has a bias. `outputs` are those of a single part that y has.
     """
     splits, parts, rows, rank = h_PGAR.shape
     widths = pool.geometry.widths(site)
+    start, end, _ = outputs.indices(sum(widths))
+    assert len(widths) == 1 or end - start == sum(widths), f"outputs {outputs} of {len(widths)} parts"
+    widths = (end - start,) if len(widths) == 1 else widths
     assert y_TN.stride(1) == 1 and y_TN.shape[1] == sum(widths), f"{list(y_TN.shape)}, expected {sum(widths)} outputs"
     assert parts == len(widths), f"a workspace of {parts} parts for {len(widths)}"
     padded = (*widths, 0, 0)
@@ -130,6 +136,7 @@ def lora_expand(
         len(pool.geometry.sites),
         y_TN.stride(0),
         rows,
+        start,
         W0=padded[0],
         W1=padded[1],
         W2=padded[2],

@@ -83,6 +83,21 @@ def test_each_kernel_equals_its_reference(inputs):
     close(y, kept)
 
 
+def test_parts_of_the_head_and_large_tiles(monkeypatch):
+    """A part of the vocabulary gets its part of the sum; tiles of many rows add the same."""
+    adapters, slots = pool(), SLOTS
+    x, expected = inputs_of(GEOMETRY, 5, len(slots)), torch.zeros(len(slots), VOCAB)
+    LoopStep(adapters, slots).add_(5, x, expected)
+    monkeypatch.setattr("lora.kernel_step.MANY_ROWS", 4)
+    step = KernelStep(adapters, slots)
+    for start, end in ((0, 1), (1, 40), (40, 136)):
+        part = slice(start, end)
+        y = torch.zeros(len(slots), len(range(VOCAB)[part]))
+        step.add_(5, x, y, part)
+        close(y, expected[:, part])
+    assert step._tiles.block == 64
+
+
 def test_uniform_ranks_take_the_path_without_masks():
     adapters = make_pool(GEOMETRY, *(weights(all_linear(GEOMETRY, 16), GEOMETRY, seed) for seed in range(2)))
     slots, x = np.array([1, 2, 0, 1]), inputs_of(GEOMETRY, 1, 4)
@@ -162,7 +177,7 @@ def test_an_engine_of_fused_kernels_serves_adapters(t_full, tmp_path):
     folder = save_adapter(t_full, tmp_path, 1, target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
     engine = make_engine(t_full, page_size=4, burst=2, attention="triton", loop="overlapped", max_running=4)
     engine.adapters.register_folder("LA", folder)
-    for name in (None, "LA", None):
+    for name in (None, "LA"):
         asked = [ask_with(None, "base", prompt(5), max_new=4), ask_with(name, "other", prompt(7), max_new=2)]
         base, other = engine.generate(asked)
         assert base.samples[0].ids.tolist() == reference_greedy(t_full, prompt(5), 4)

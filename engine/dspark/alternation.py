@@ -1,8 +1,8 @@
 """Bursts of plain steps, or rounds: when the overlapped loop stops to ask.
 
 Owns the cadence. A round needs the host's whole view and a burst runs without it, so whether drafting
-pays is asked now and then: at once after a round that paid, after one burst where there was nothing to
-draft, and ever more rarely while the answer is no. Ignores the answer (`engine.dspark.planner`).
+pays is asked now and then: at once after a round that paid, when something to draft turns up where there
+was nothing, and ever more rarely while the answer is no. Ignores the answer (`engine.dspark.planner`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ _MOST = 16
 
 
 class Alternation:
-    def __init__(self, probe_every: int, burst: int) -> None:
-        self._probe_every, self._burst = probe_every, burst
+    def __init__(self, probe_every: int) -> None:
+        self._probe_every = probe_every
         self._left = 0
         self._patience = probe_every
+        self._found = True
 
     @property
     def asks(self) -> bool:
@@ -24,16 +25,24 @@ class Alternation:
 
     def answered(self, drafting: bool, probe: bool, found: bool) -> None:
         """What a planned step did; `found` is false where no row had anything to draft."""
+        self._found = found
         if drafting and not probe:
             self._left, self._patience = 0, self._probe_every
         elif drafting:
             # What the probe taught decides at once.
             self._left = 0
-        elif not found:
-            self._left = self._burst
         else:
             self._left = self._patience
             self._patience = min(2 * self._patience, _MOST * self._probe_every)
+
+    def hint(self) -> None:
+        """There is something to draft, as far as the host can see."""
+        if not self._found:
+            self._left = 0
+
+    @property
+    def wants_hints(self) -> bool:
+        return not self._found
 
     def passed(self, steps: int) -> None:
         self._left -= steps

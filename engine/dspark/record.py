@@ -69,6 +69,10 @@ class Record:
             if sample.group.unfinished == 0:
                 self._estimate.forget_group(sample.group.arrival)
 
+    def interrupt(self, key: int) -> None:
+        """Tokens of an incarnation have come by unseen: what waited for them is bounded as it stands."""
+        self._ceiling.end(key, stopped=False)
+
     def new_policy(self) -> None:
         self.switch.renew()
         if self._online is not None:

@@ -103,6 +103,8 @@ class Speculation:
         self._step = 0
         self._residents: dict[int, tuple[int, Sample]] = {}
         """Slot -> key of the sequence that the drafter was told of, and its sample."""
+        self._told: dict[int, int] = {}
+        """Slot -> tokens that it surely knows of it; rounds tell it more."""
         self.alternation: Alternation | None = None
         """Set by a loop that runs bursts of plain steps between planned ones."""
 
@@ -146,6 +148,7 @@ class Speculation:
             if slot not in self._residents:
                 self.drafter.admit(slot, sample.tokens())
                 self._residents[slot] = (key, sample)
+                self._told[slot] = sample.length - 1
 
     def _windows(self, samples: list[Sample]) -> list[int]:
         """The most drafts each row may verify, within its length, the contexts and the pages it can get."""
@@ -233,16 +236,16 @@ class Speculation:
         contexts_B = np.array([sample.length for sample in step.samples])
         step.shape = replace(step.shape, tier=int(counts_B.sum()), context_queries=float((contexts_B * counts_B).sum()))
 
-    def _propose(self, samples: list[Sample]) -> Proposal:
+    def _propose(self, samples: list[Sample], device: torch.device | None = None) -> Proposal:
         traits, page_size = self.drafter.traits, self._pages.page_size
         anchors, slots = [sample.length - 1 for sample in samples], [_slot(sample) for sample in samples]
-        width = -(-(max(anchors) + max(1, traits.block)) // page_size)
+        width, device = -(-(max(anchors) + max(1, traits.block)) // page_size), device or self._device
         return self.drafter.propose(
             DraftRows(
                 slots=slots,
-                anchor_ids_B=send(np.array([sample.ids[-1] for sample in samples], dtype=np.int64), self._device),
-                positions_B=send(np.array(anchors, dtype=np.int64), self._device),
-                page_tables_BP=send(self._pages.table.pages_SP[slots, :width], self._device),
+                anchor_ids_B=send(np.array([sample.ids[-1] for sample in samples], dtype=np.int64), device),
+                positions_B=send(np.array(anchors, dtype=np.int64), device),
+                page_tables_BP=send(self._pages.table.pages_SP[slots, :width], device),
                 pick=self._pick(samples, anchors),
             )
         )
@@ -323,17 +326,36 @@ class Speculation:
 
     def burst(self, samples: list[Sample], tokens: int, seconds: float | None) -> None:
         """A burst of plain steps has been committed: `tokens` in all, in `seconds` a step where that is
-        known. What a drafter keeps on the host is behind, and is told anew before the next round."""
-        for slot, (key, sample) in self._residents.items():
-            self.drafter.release(slot)
-            self.record.forget(key, sample)
-        self._residents.clear()
+        known."""
         self.record.stats.plain_steps += tokens
         running = [sample for sample in samples if sample.sequence is not None]
-        if seconds is not None and running:
+        for sample in running:
+            # Whatever was open waited for tokens that nobody looked at.
+            self.record.interrupt(_key(sample))
+        if not running:
+            return
+        if seconds is not None:
             context = float(sum(sample.length for sample in running))
             shape = StepShape(len(running), len(running), False, _distinct_tokens(running), context)
             self.cost.observe(shape, seconds)
+        if not self.captured_layers:
+            self._follow(running)
+
+    def _follow(self, samples: list[Sample]) -> None:
+        """Tell a drafter that needs nothing but tokens of those that bursts brought, and ask for a round
+        where it has found something to say."""
+        self._adopt(samples)
+        for sample in samples:
+            slot, start, end = _slot(sample), self._told[_slot(sample)], sample.length - 1
+            self._told[slot] = end
+            new = end - start
+            ids_T = torch.tensor(sample.ids[len(sample.ids) - 1 - new : len(sample.ids) - 1], dtype=torch.int64)
+            positions_T = torch.arange(start, end)
+            self.drafter.commit(Committed([slot], [new], ids_T, positions_T, positions_T, {}))
+        if self.drafter.traits.foreseen and self.alternation is not None and self.alternation.wants_hints:
+            going_on = [sample for sample in samples if sample.remaining > 1]
+            if going_on and any(self._propose(going_on, torch.device("cpu")).lens):
+                self.alternation.hint()
 
     def passed(self, steps: int) -> None:
         """Steps of a burst have been launched."""

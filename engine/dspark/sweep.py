@@ -46,6 +46,9 @@ def prepare_cost(
     if dspark.sweep_seconds > 0:
         contexts = sorted({min(context, spec.context_len - drafts - 64) for context in _CONTEXTS})
         shapes = sweep_shapes(row_knots, tier_knots, drafts, [context for context in contexts if context > 0])
+        if config.loop == "overlapped":
+            # Plain steps run in bursts there, whose times serving shows soon enough.
+            shapes = [shape for shape in shapes if shape.drafting]
         shapes.sort(key=lambda shape: (shape.tier, shape.tokens_read))
         cost.seed(_Sweep(drafter, pages, runner, sampler).run(shapes, dspark.sweep_seconds))
         if dspark.cost is not None:

@@ -66,7 +66,7 @@ class OverlappedLoop:
         self._prefill_burst = prefill_burst
         self._speculation = speculation
         if speculation is not None:
-            speculation.alternation = Alternation(speculation.config.probe_every, burst)
+            speculation.alternation = Alternation(speculation.config.probe_every)
         self._committed_at: float | None = None
         """When the last burst was committed, where nothing but bursts has run since."""
         self._flying: Burst | None = None

@@ -8,7 +8,17 @@ import pytest
 from engine import Want
 from engine.collector import Collector
 from engine.errors import InvalidRequest
-from tests.support import TOLERANCE, VOCAB, ask, assert_whole, make_engine, prompt, reference_logits
+from tests.support import (
+    TOLERANCE,
+    VOCAB,
+    ask,
+    assert_whole,
+    chain,
+    make_engine,
+    prompt,
+    reference_logits,
+    save_chain,
+)
 from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine
 
 RICH = Want(entropy=True, top_logprobs=2, extra_logprobs=["raw"])
@@ -104,6 +114,19 @@ def test_bursts_of_plain_steps_between_rounds(t_full, drafter, plain, kind):
     counters = engine.draft_counters()
     assert counters["draft_plain_steps"] > 30
     assert counters["draft_verified"] > (10 if kind == "block" else 0)
+
+
+def test_bursts_end_where_there_is_something_to_draft(tmp_path):
+    """A text that repeats itself after thirty tokens: bursts until then, rounds from there on."""
+    ring = list(range(10, 40))
+    folder = save_chain(tmp_path / "ring", chain(*ring, ring[0]))
+    engine = make_engine(folder, dspark=dspark("ngram", mode="static", probe_every=1000), loop="overlapped")
+    (group,) = engine.generate([ask("g", [1, 10], max_new=90)])
+    assert group.samples[0].ids.tolist() == [ring[(1 + k) % 30] for k in range(90)]
+    counters = engine.draft_counters()
+    assert 25 <= counters["draft_plain_steps"] <= 45
+    assert counters["draft_accepted"] > 35 and counters["draft_steps"] < 10
+    engine.check()
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])

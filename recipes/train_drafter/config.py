@@ -146,10 +146,13 @@ def tiny() -> TrainDrafterConfig:
 
 
 def smollm2() -> TrainDrafterConfig:
-    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them."""
+    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. So
+    small a target scores a step's examples anew faster than a disk would bring 7 kB a token."""
     return TrainDrafterConfig(
         output=Path("outputs/drafter_smollm2"),
         target=ChatModel(),
+        prompts=PromptConfig(training=6000, held_out=32),
+        features=FeatureConfig(source="live"),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
         optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=16384, chunk=256),

@@ -12,17 +12,28 @@ from engine.dspark.acceptance import Round, verify_rejection
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.drafter import Committed, DraftRows
 from engine.dspark.round_noise import RoundNoise
+from engine.dspark.scaling import StoredScaling
 from engine.dspark.stats import DraftStats
 from engine.memory.kv_pool import KVPool
+from engine.models.spec import read_spec
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.params import RowSampling
 from engine.types import SamplingParams, Want
-from tests.support import prompt, reference_greedy
+from tests.support import ask, make_engine, prompt, reference_greedy
+from tests.unit.dspark.served import dspark
 from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
-from tests.unit.trainer_bridge.drafter.worlds import SHAPE, example
+from tests.unit.trainer_bridge.drafter.worlds import MASK, SHAPE, example
 from trainer_bridge.drafter.blocks import make_blocks
 from trainer_bridge.drafter.calibration import calibrate, draw_reliability
-from trainer_bridge.drafter.evaluation import repetition_rate, report_of_rounds, report_of_statistics
+from trainer_bridge.drafter.evaluation import (
+    repetition_rate,
+    report_of_rounds,
+    report_of_statistics,
+    statistics_of_counters,
+)
+from trainer_bridge.drafter.examples import DraftExample
+from trainer_bridge.drafter.export import DrafterCard, export_drafter, scaling_file
+from trainer_bridge.drafter.initial import drafter_config
 from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums, draft_loss
 from trainer_bridge.drafter.rounds import FullWindowRounds, RoundLog
 
@@ -97,10 +108,22 @@ def test_golden_acceptance_in_training_is_acceptance_in_the_engine(world, shape)
             assert chance == pytest.approx(expected, rel=1e-3)
 
 
+ASKED = [("d", prompt(12)), ("d", prompt(3, 40)), ("e", prompt(9, 200))]
+
+
 @pytest.fixture(scope="module")
 def trained(world):
+    """A drafter that has seen the target's own words, greedy ones after `ASKED` among them."""
+    engine = make_engine(world.folder)
+    requests = [ask(f"g{i}", ids, max_new=20) for i, (_, ids) in enumerate(ASKED)]
+    requests += [ask(f"s{i}", ids, max_new=30, temperature=1.0) for i, (_, ids) in enumerate(prompts(6, seed=2))]
+    examples = []
+    for request, group in zip(requests, engine.generate(requests), strict=True):
+        ids = np.concatenate((request.prompt_ids, group.samples[0].ids))
+        mask = np.arange(len(ids)) >= len(request.prompt_ids)
+        examples.append(DraftExample(request.group_id, "d", ids, mask))
     trainer = world.trainer(steps=60, learning_rate=3e-3, anchors=12)
-    items = world.items(6, 30)
+    items = world.scorer.score(examples)
     for _ in range(60):
         trainer.step(items)
     return trainer.model.requires_grad_(False)
@@ -115,10 +138,9 @@ def prompts(count, seed=0):
 def test_greedy_rounds_say_what_the_target_says_alone(world, trained, rule):
     rounds = FullWindowRounds(world.parts, trained, rule)
     free = world.parts.pages.allocator.num_free
-    asked = [("d", prompt(12)), ("d", prompt(3, 40)), ("e", prompt(9, 200))]
-    log = rounds.play(asked, SamplingParams(temperature=0.0, max_new=10), batch=2)
+    log = rounds.play(ASKED, SamplingParams(temperature=0.0, max_new=10), batch=2)
     said = log.texts["d"] + log.texts["e"]
-    assert [text.tolist() for text in said] == [reference_greedy(world.folder, ids, 10) for _, ids in asked]
+    assert [text.tolist() for text in said] == [reference_greedy(world.folder, ids, 10) for _, ids in ASKED]
     assert world.parts.pages.allocator.num_free == free
     assert sum(stats.emitted for stats in log.stats.values()) == 3 * 9, "the first token is the prompt's"
 
@@ -134,6 +156,29 @@ def test_rounds_keep_what_teacher_forcing_promises(world, trained):
     report = report_of_rounds(log, rule="rejection", temperature=1.0)
     assert report.overall.accepted == pytest.approx(labels.sum(1).mean(), abs=0.2)
     assert set(report.domains) == {"a", "b"} and report.overall.steps == len(labels)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_an_engine_serves_the_export_and_counts_what_rounds_count(world, trained, tmp_path, rule):
+    config = drafter_config(SHAPE, world.folder, read_spec(world.folder), MASK)
+    scaling = StoredScaling(
+        temperatures=[1.0] * 4, dataset="d", num_samples=1, ece_before=0.0, ece_after=0.0, rule=rule
+    )
+    card = DrafterCard("toy", "toy", world.scorer.digest(), [], [])
+    folder = export_drafter(tmp_path / "drafter", trained, config, card, torch.float32, [scaling])
+    asked = [("d", ids) for _, ids in ASKED]
+    log = FullWindowRounds(world.parts, trained, rule).play(asked, SamplingParams(temperature=0.0, max_new=12))
+    served = dspark(folder, rule=rule, calibration=folder / scaling_file(rule))
+    engine = make_engine(world.folder, dspark=served)
+    groups = engine.generate([ask(str(i), ids, max_new=12) for i, (_, ids) in enumerate(asked)])
+    assert [g.samples[0].ids.tolist() for g in groups] == [text.tolist() for text in log.texts["d"]]
+    ours, theirs = log.stats["d"], statistics_of_counters(engine.draft_counters())
+    assert theirs.accepted > 0 and theirs.emitted + theirs.plain_steps == ours.emitted == 3 * 11
+    # The engine makes no drafts for a sample's last token: a round's, kept or not, count here alone.
+    assert theirs.steps + theirs.plain_steps == ours.steps
+    assert 0 <= ours.accepted - theirs.accepted <= 3
+    reported = report_of_statistics({"d": theirs}, rule=rule, temperature=0.0).overall
+    assert reported.accept_length == theirs.emitted / theirs.steps and len(reported.survival) == 4
 
 
 def test_calibration_helps_on_rounds_it_has_not_seen_and_is_drawn(world, trained, tmp_path):

@@ -45,7 +45,7 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
     if not config.enabled:
         return None
     if config.drafter == NGRAM:
-        drafts = NGRAM_DRAFTS if config.drafts == "auto" else config.drafts
+        drafts = NGRAM_DRAFTS if config.drafts is None else config.drafts
         return LoadedDrafter(lambda pool: NgramDrafter(drafts))
     folder = Path(config.drafter)
     spec = read_drafter_spec(folder)

@@ -32,7 +32,7 @@ class DSparkConfig:
     windows always, "cap_accept" whole windows too, of which it keeps what "compact" would have
     verified: it shows what trimming costs and yields data for calibration.
 
-    `drafts` bounds a request's drafts a round ("auto": all that the drafter makes), `least` is verified
+    `drafts` bounds a request's drafts a round (None: all that the drafter makes), `least` is verified
     whenever a step drafts at all. Drafting is off above `max_rows` requests and for requests longer
     than `max_context` tokens; while it does not pay it is tried again every `probe_every` steps.
     `calibration` holds temperatures of confidences, refitted every `recalibrate_every` steps (0:
@@ -43,7 +43,7 @@ class DSparkConfig:
     drafter: str = "none"
     rule: Rule = "coupled"
     mode: Mode = "compact"
-    drafts: int | Literal["auto"] = "auto"
+    drafts: int | None = None
     least: int = 0
     max_rows: int | None = None
     max_context: int | None = None
@@ -72,13 +72,13 @@ def check_config(config: DSparkConfig) -> None:
             raise InvalidRequest(field=f"dspark.{name}", expected=f"{low} or more", actual=value)
     if not 0 <= config.sweep_seconds <= 600:
         raise InvalidRequest(field="dspark.sweep_seconds", expected="from 0 to 600", actual=config.sweep_seconds)
-    if config.drafts != "auto" and config.drafts < 1:
+    if config.drafts is not None and config.drafts < 1:
         raise InvalidRequest(field="dspark.drafts", expected="1 or more", actual=config.drafts)
 
 
 def number_of_drafts(config: DSparkConfig, traits: DrafterTraits) -> int:
     """The most drafts of a round, refused beyond what the drafter makes."""
-    drafts = traits.max_drafts if config.drafts == "auto" else config.drafts
+    drafts = traits.max_drafts if config.drafts is None else config.drafts
     if not 1 <= drafts <= traits.max_drafts:
         raise InvalidRequest(
             field="dspark.drafts", expected=f"1 to the drafter's {traits.max_drafts}", actual=config.drafts

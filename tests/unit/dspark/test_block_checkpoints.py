@@ -128,7 +128,7 @@ def test_a_drafter_of_another_target_is_refused():
 def test_case_f5_no_more_drafts_than_the_block_was_trained_for():
     spec = drafter_spec_from_config(drafter_config())
     traits = DrafterTraits(name="block", max_drafts=spec.num_drafts)
-    allowed = ["auto", 1, 3, 4]
+    allowed = [None, 1, 3, 4]
     assert [number_of_drafts(DSparkConfig(drafts=drafts), traits) for drafts in allowed] == [4, 1, 3, 4]
     for drafts in (0, 5, 8):
         with pytest.raises(InvalidRequest, match=r"dspark\.drafts"):

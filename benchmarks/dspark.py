@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--loop", default="auto", help="of the engines with drafts: serial or overlapped")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -123,7 +124,7 @@ def main() -> None:
         config = EngineConfig(
             device=args.device,
             dtype=args.dtype,
-            loop="serial",
+            loop=args.loop if fields else "auto",
             cache=CacheConfig(kv_tokens=16384),
             dspark=DSparkConfig(**fields),
         )

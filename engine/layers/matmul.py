@@ -33,6 +33,7 @@ def linear(x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | N
         x_TD.shape[0] >= MIN_WIDENED_ROWS
         and weight_OD.dtype is torch.bfloat16
         and weight_OD.device.type == "cpu"
+        and not x_TD.requires_grad
         and widens_bfloat16()
     ):
         return _widened(x_TD, weight_OD, bias_O)

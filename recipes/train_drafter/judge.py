@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.build import Parts
 from engine.dspark.block_model import BlockDrafterModel
-from engine.dspark.scaling import Rule, StoredScaling
+from engine.dspark.scaling import StoredScaling
 from engine.errors import InvalidRequest
 from engine.types import SamplingParams
 from recipes.grpo.progress import Display
@@ -50,7 +50,12 @@ def judge(
     if not prompts:
         raise InvalidRequest(field="prompts.held_out", expected="a prompt that fits the drafter's context", actual=0)
     for rule in settings.rules:
-        play = _Play(settings, target, parts, model, rule, prompts)
+        rounds = FullWindowRounds(parts, model, rule)
+
+        def play(temperature: float, seed: int, rounds: FullWindowRounds = rounds) -> RoundLog:
+            params = SamplingParams(temperature=temperature, max_new=settings.max_new, stop_ids=target.stop_ids)
+            return rounds.play(prompts, params, settings.batch, seed)
+
         fitted = RoundLog(model.spec.num_drafts)
         if model.confidence_head is not None:
             for number in range(settings.fit_samples):
@@ -67,23 +72,6 @@ def judge(
             result.reports.append(report)
             display.say(describe_report(report))
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Play:
-    """Rounds of one rule over the same prompts."""
-
-    settings: EvaluationConfig
-    target: Target
-    parts: Parts
-    model: BlockDrafterModel
-    rule: Rule
-    prompts: list[tuple[str, np.ndarray]]
-
-    def __call__(self, temperature: float, seed: int) -> RoundLog:
-        params = SamplingParams(temperature=temperature, max_new=self.settings.max_new, stop_ids=self.target.stop_ids)
-        rounds = FullWindowRounds(self.parts, self.model, self.rule, seed)
-        return rounds.play(self.prompts, params, self.settings.batch)
 
 
 def describe_report(report: EvaluationReport) -> str:

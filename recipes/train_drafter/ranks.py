@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,20 @@ class Ranks:
     size: int = 1
 
     @classmethod
-    def join(cls, device: torch.device) -> Ranks:
-        """The group `torchrun` describes, or one process by itself."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1 and not dist.is_initialized():
+    def join(cls, cpu: bool) -> Ranks:
+        """The group `torchrun` describes, each rank with a GPU of its own, or one process by itself. Ranks wait
+        long for the first, which answers and scores for all of them."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        on_gpus = torch.cuda.is_available() and not cpu
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(hours=12))
         return cls(dist.get_rank(), dist.get_world_size())
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
 
     @property
     def first(self) -> bool:

@@ -56,10 +56,15 @@ class DrafterRun:
         self.config, self.display = config, display
         self.clock = Clock(config.max_seconds)
         config.output.mkdir(parents=True, exist_ok=True)
+        self.ranks = Ranks.join(cpu=config.engine.device == "cpu")
+        # The first rank makes what is not there yet, the others find it.
+        if not self.ranks.first:
+            self.ranks.wait()
         _same_run(config)
         self.target = self._find_target()
+        if self.ranks.first:
+            self.ranks.wait()
         self.parts: Parts = load_parts(self.target.folder, config.engine)
-        self.ranks = Ranks.join(self.parts.device)
         self.model, self.drafter_config = self._begin_with()
         drafter = self.model.spec
         self.scorer = FeatureScorer(self.parts, drafter.target_layers)
@@ -112,11 +117,13 @@ class DrafterRun:
         tracker = self._tracker()
         try:
             unseen = self.scorer.score(read_answers(kept_out, self.display))
-            curve = train(config, trainer, source, unseen, self.ranks, self.clock, tracker, self.display)
+            curve, new_steps = train(config, trainer, source, unseen, self.ranks, self.clock, tracker, self.display)
             if trainer.train_step < config.optim.steps:
                 return self._unfinished("training") | {"train_step": trainer.train_step, "curve": curve}
             if not self.ranks.first:
                 return {"finished": True}
+            if new_steps and self.clock.over:
+                return self._unfinished("evaluation")
             self.model.requires_grad_(False)
             judged = judge(
                 config.evaluation,
@@ -135,6 +142,7 @@ class DrafterRun:
             close = getattr(source, "close", None)
             if close is not None:
                 close()
+            self.ranks.leave()
         folder = self._export(judged, len(examples), sum(e.num_tokens for e in examples))
         return self._results(judged, curve, folder)
 

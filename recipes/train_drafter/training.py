@@ -26,9 +26,9 @@ def train(
     clock: Clock,
     tracker: Tracker,
     display: Display,
-) -> list[tuple[int, float]]:
+) -> tuple[list[tuple[int, float]], int]:
     """Trains from the newest checkpoint to the last step, or to when time is up, and saves. Returns the expected
-    accept length on held-out answers by train_step."""
+    accept length on held-out answers by train_step, and how many steps were taken now."""
     root = config.output / "checkpoints"
     run = resume_checkpoint(root, trainer)
     curve = [(int(step), float(value)) for step, value in run["curve"]] if run else []
@@ -38,7 +38,7 @@ def train(
     phase.plain_every = max(1, steps // 10)
     if not curve:
         curve.append(_measure(trainer, held_out, tracker, display))
-    saved = trainer.train_step
+    first = saved = trainer.train_step
     for examples in stream(source, order, trainer.train_step, steps, config.features.ahead):
         metrics = trainer.step(examples)
         step = trainer.train_step
@@ -56,7 +56,7 @@ def train(
             break
     assert saved == trainer.train_step, "a run ends with a checkpoint"
     ranks.wait()
-    return curve
+    return curve, trainer.train_step - first
 
 
 def _measure(

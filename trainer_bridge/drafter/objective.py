@@ -142,7 +142,7 @@ def draft_loss(
             return _terms(model, ends, hidden_AGD, labels, states_AGD, config, weights_G, seen)
 
         if torch.is_grad_enabled():
-            value = checkpoint(terms, hidden_AGD[part], use_reentrant=False)
+            value = checkpoint(terms, hidden_AGD[part], use_reentrant=False, preserve_rng_state=False)
             assert isinstance(value, Tensor)
         else:
             value = terms(hidden_AGD[part])

@@ -87,37 +87,39 @@ class _Row:
 class FullWindowRounds:
     """Plays rounds of `model` against the target of `parts`. Draft states lie under the target's page ids."""
 
-    def __init__(self, parts: Parts, model: BlockDrafterModel, rule: Rule = "rejection", seed: int = 0) -> None:
+    def __init__(self, parts: Parts, model: BlockDrafterModel, rule: Rule = "rejection") -> None:
         pool, backbone = parts.pages.pool, model.spec.backbone
         drafts = KVPool(backbone, pool.num_pages, pool.page_size, model.dtype, parts.device)
         backend = make_attention("auto", backbone, parts.device, dtype=model.dtype)
         self._drafter = BlockDrafter(model, shared_ends(parts.model), drafts, backend)
-        self._parts, self._block, self._rule, self._seed = parts, model.spec.block, rule, seed
+        self._parts, self._block, self._rule = parts, model.spec.block, rule
         self._tables_BP = torch.empty(0)
         self._keys = -(1 << 20)
 
     @torch.no_grad()
-    def play(self, prompts: Sequence[tuple[str, np.ndarray]], params: SamplingParams, batch: int = 32) -> RoundLog:
+    def play(
+        self, prompts: Sequence[tuple[str, np.ndarray]], params: SamplingParams, batch: int = 32, seed: int = 0
+    ) -> RoundLog:
         """Rounds of samples after (domain, prompt ids) until each has `params.max_new` tokens or ends; `batch`
-        of them side by side."""
+        of them side by side. Each has a seed of its own, from `seed` and its place."""
         log = RoundLog(self._drafter.traits.max_drafts)
         for start in range(0, len(prompts), batch):
-            self._play(prompts[start : start + batch], start, params, log)
+            seeds = [(seed << 32) + start + place for place in range(batch)]
+            self._play(prompts[start : start + batch], seeds, params, log)
         return log
 
     def _play(
-        self, prompts: Sequence[tuple[str, np.ndarray]], first: int, params: SamplingParams, log: RoundLog
+        self, prompts: Sequence[tuple[str, np.ndarray]], seeds: list[int], params: SamplingParams, log: RoundLog
     ) -> None:
         limit = min(self._parts.limits.context_len, self._drafter.traits.context_len)
         eos = self._parts.model.spec.eos_ids
         rows = []
         for table, (domain, ids) in enumerate(prompts):
             if len(ids) + self._block >= limit:
-                raise TooLarge(
-                    field=f"prompts[{first + table}]", expected=f"below {limit - self._block}", actual=len(ids)
-                )
-            seed = (self._seed << 32) + first + table
-            rows.append(_Row(domain, len(ids), ids.tolist(), table, RowSampling(params, Want(), seed, ids, eos)))
+                raise TooLarge(field=f"prompts[{table}]", expected=f"below {limit - self._block}", actual=len(ids))
+            rows.append(
+                _Row(domain, len(ids), ids.tolist(), table, RowSampling(params, Want(), seeds[table], ids, eos))
+            )
         new = params.max_new
         lengths = [min(limit, row.prompt_len + new + 2 * self._block) for row in rows]
         counts = [self._parts.pages.pages_for(length) for length in lengths]

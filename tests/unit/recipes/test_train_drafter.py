@@ -23,6 +23,7 @@ ENGINE += ["scheduler.max_running=32", "scheduler.prefill_tokens=256"]
 SMALL = [
     *(f"engine.{line}" for line in ENGINE),
     "dtype=float32",
+    "features.source=disk",
     "prompts.training=20",
     "prompts.held_out=4",
     "sampling.max_new=12",
@@ -90,7 +91,7 @@ def test_a_run_in_pieces_ends_with_the_same_weights(whole, settings, tmp_path):
         stages.append(results.get("stage"))
         if results["finished"]:
             break
-    assert results["finished"] and {"answers", "states", "training"} <= set(stages)
+    assert results["finished"] and {"answers", "states", "training", "evaluation"} <= set(stages)
     ours, theirs = weights(output), weights(whole[0])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert results["accept_length_held_out"] == whole[1]["accept_length_held_out"]

@@ -187,7 +187,7 @@ def test_calibration_helps_on_rounds_it_has_not_seen_and_is_drawn(world, trained
         trained.confidence_head.weight.mul_(5.0)
         trained.confidence_head.bias.add_(3.0)
     rounds = FullWindowRounds(world.parts, trained)
-    result = calibrate(rounds.play(prompts(20), params), rounds.play(prompts(20, seed=1), params))
+    result = calibrate(rounds.play(prompts(20), params), rounds.play(prompts(20, seed=1), params, seed=1))
     before, after = result.raw.calibration_error(), result.scaled.calibration_error()
     assert np.nanmean(after) < np.nanmean(before)
     stored = result.stored("toy", "rejection", 1.0)

@@ -44,7 +44,8 @@ def prepare_cost(
     row_knots, tier_knots = _powers(rows), _powers(rows * (1 + drafts))
     cost = CostModel(row_knots, tier_knots)
     if dspark.sweep_seconds > 0:
-        contexts = sorted({min(context, spec.context_len - drafts - 64) for context in _CONTEXTS})
+        longest = min(spec.context_len, drafter.traits.context_len) - max(drafts, drafter.traits.block) - 2
+        contexts = sorted({min(context, longest) for context in _CONTEXTS})
         shapes = sweep_shapes(row_knots, tier_knots, drafts, [context for context in contexts if context > 0])
         if config.loop == "overlapped":
             # Plain steps run in bursts there, whose times serving shows soon enough.

@@ -248,7 +248,7 @@ def test_case_f6_uneven_rows_with_aborts(t_full):
 
 def test_case_f7_near_the_ends_of_both_contexts(t_full, tmp_path):
     folder = save_random(tmp_path / "short", max_position_embeddings=128)
-    engine = make_engine(t_full, dspark=dspark(folder))
+    engine = make_engine(t_full, dspark=dspark(folder, sweep_seconds=0.3))
     plain = make_engine(t_full)
     wanted = [ask(f"p{n}", prompt(n, 1), max_new=20) for n in (120, 127, 128, 129, 200)]
     wanted += [ask(f"e{n}", prompt(n, 1), max_new=256 - n) for n in (250, 253, 255)]

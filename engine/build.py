@@ -28,7 +28,6 @@ from engine.dspark.sweep import prepare_cost
 from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import pool_budget, whole_pages
-from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
@@ -37,9 +36,7 @@ from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
 from engine.models.spec import DTYPES, ModelSpec, read_spec
 from engine.runner.model_runner import FusedRunner, ModelRunner
-from engine.runner.stepper import EagerStepper, Stepper
 from engine.sampling.sampler import Sampler
-from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.pages import PageManager
 from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
@@ -137,48 +134,6 @@ def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, dete
         assert isinstance(backend, TritonAttention)
         return FusedRunner(model, pool, backend, deterministic)
     return ModelRunner(model, pool, backend, deterministic)
-
-
-def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Stepper:
-    """Captured graphs where the fused path runs on a GPU, one operation after another elsewhere."""
-    if isinstance(parts.runner, FusedRunner):
-        from engine.runner.graph_stepper import GraphStepper
-
-        stepper = GraphStepper(
-            parts.model.spec,
-            table,
-            parts.pages.table,
-            parts.runner.fused,
-            parts.runner.attention,
-            parts.pages.pool,
-            number(parts.config.scheduler.max_running),
-            parts.counters,
-            parts.config.deterministic,
-            parts.speculation,
-        )
-        parts.memory.graphs.append(stepper)
-        capture_chunks(parts)
-        return stepper
-    return EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
-
-
-def capture_chunks(parts: Parts) -> None:
-    """Run chunks of prompts, and rows that verify drafts, as replays of graphs where the device is one."""
-    if not isinstance(parts.runner, FusedRunner) or parts.device.type != "cuda":
-        return
-    from engine.runner.prefill_graphs import PrefillGraphs
-
-    parts.runner.prefill_graphs = PrefillGraphs(
-        parts.model.spec,
-        parts.runner.fused,
-        parts.runner.attention,
-        parts.pages.pool,
-        number(parts.config.scheduler.prefill_tokens),
-        parts.pages.table.pages_SP.shape[1],
-        parts.counters,
-        () if parts.speculation is None else parts.speculation.captured_layers,
-    )
-    parts.memory.graphs.append(parts.runner.prefill_graphs)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

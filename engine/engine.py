@@ -14,20 +14,18 @@ import numpy as np
 import torch
 
 from engine.adapter_switch import follow
-from engine.adapters import Lease
 from engine.admission import make_group, refuse_overload
-from engine.build import Parts, capture_chunks, load_parts, make_stepper
-from engine.cache.key import Namespace
+from engine.build import Parts, load_parts
 from engine.collector import Collector
 from engine.config import EngineConfig
 from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
+from engine.loops import make_loop
 from engine.memory.allocator import PageState
-from engine.memory.device_table import DeviceTable
 from engine.metrics import EngineGauges
+from engine.namespaces import Namespaces
 from engine.pausing import PauseState, check_mode
 from engine.policy import Module
 from engine.request import Group, GroupSink, SampleState, StopWatcher
-from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.jobs import ScoreJob
 from engine.scheduler.loop import SerialLoop
@@ -73,8 +71,9 @@ class Engine:
         self._groups: dict[str, Group] = {}
         self._arrivals = 0
         self.adapters = parts.adapters
+        self._namespaces = Namespaces(parts.cache, parts.layout, parts.config.cache.prefix_cache)
         self._scheduler = Scheduler(
-            parts.config.scheduler, parts.pages, parts.counters, self._namespace, parts.adapters
+            parts.config.scheduler, parts.pages, parts.counters, self._namespaces.of_group, parts.adapters
         )
         self.adapters.attach(self._scheduler, self._follow_adapter)
         self._committer = Committer(
@@ -87,40 +86,7 @@ class Engine:
         self._pause = PauseState(self._scheduler, self._abort_all)
         self._updates = Updates(parts, self._scheduler, self._pause, lambda: self._loop.settle(), self._fail_all)
         self.policy = self._updates.policy
-        builder = BatchBuilder(
-            parts.pages.table,
-            parts.pages.page_size,
-            parts.device,
-            verify_as_decode=parts.config.deterministic,
-            adapters=parts.adapters,
-        )
-        serial = SerialLoop(
-            self._scheduler,
-            builder,
-            parts.runner,
-            parts.sampler,
-            self._committer,
-            parts.counters,
-            parts.speculation,
-        )
-        self._loop: SerialLoop | OverlappedLoop = serial
-        if parts.speculation is not None and parts.config.loop == "serial":
-            capture_chunks(parts)
-        if parts.config.loop == "overlapped":
-            burst = parts.config.scheduler.burst
-            table = DeviceTable(parts.pages.table.num_slots, 2 * burst, parts.device)
-            stepper = make_stepper(parts, table, builder)
-            self._loop = OverlappedLoop(
-                self._scheduler,
-                serial,
-                table,
-                stepper,
-                self._committer,
-                parts.counters,
-                burst,
-                parts.config.scheduler.prefill_burst,
-                parts.speculation,
-            )
+        self._loop: SerialLoop | OverlappedLoop = make_loop(parts, self._scheduler, self._committer)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -201,7 +167,7 @@ class Engine:
         lease = job.lease = self.adapters.lease(request.adapter)
         self.counters.scored_tokens += sum(len(ids) - request.start for ids in request.sequences)
         tasks = job.start(request, lambda: self.policy.version)
-        space = partial(self._scoring_namespace, lease)
+        space = partial(self._namespaces.of_scoring, lease)
         self._scheduler.add_scoring(
             [ScoreTask(ids.astype(np.int32), space, make, done, lease) for ids, make, done in tasks]
         )
@@ -407,29 +373,3 @@ class Engine:
             for sample in group.samples:
                 if sample.state is not SampleState.FINISHED:
                     self._committer.fail(sample, error.code, error.message)
-
-    def _namespace(self, group: Group) -> Namespace:
-        """Where a group's pages live in the cache under the present policy. With the prefix cache
-        off, groups still share their own prompt, and nothing else."""
-        shared = self.config.cache.prefix_cache
-        adapter, adapter_rev = _adapter_key(group.lease)
-        return Namespace(
-            epoch=self._parts.cache.current_epoch,
-            adapter=adapter,
-            adapter_rev=adapter_rev,
-            salt=group.request.cache_salt,
-            layout=self._parts.layout if shared else f"{self._parts.layout} group {group.arrival}",
-        )
-
-    def _scoring_namespace(self, lease: Lease | None) -> Namespace:
-        self._arrivals += 1
-        shared = self.config.cache.prefix_cache
-        layout = self._parts.layout if shared else f"{self._parts.layout} score {self._arrivals}"
-        adapter, adapter_rev = _adapter_key(lease)
-        epoch = self._parts.cache.current_epoch
-        return Namespace(epoch=epoch, adapter=adapter, adapter_rev=adapter_rev, layout=layout)
-
-
-def _adapter_key(lease: Lease | None) -> tuple[str, int]:
-    """What of a cache key is the adapter's; no adapter has an empty name."""
-    return ("", 0) if lease is None else lease.version.key

@@ -1,0 +1,84 @@
+"""The loop that runs an engine's parts.
+
+Owns the choice between stepping host and device in turns and letting the device run ahead, and what of
+a GPU's work is captured. Ignores what a step is (`engine.scheduler`) and how parts are made
+(`engine.build`).
+"""
+
+from __future__ import annotations
+
+from engine.build import Parts
+from engine.config import number
+from engine.memory.device_table import DeviceTable
+from engine.runner.model_runner import FusedRunner
+from engine.runner.stepper import EagerStepper, Stepper
+from engine.scheduler.batching import BatchBuilder
+from engine.scheduler.commit import Committer
+from engine.scheduler.loop import SerialLoop
+from engine.scheduler.overlapped import OverlappedLoop
+from engine.scheduler.scheduler import Scheduler
+
+
+def make_loop(parts: Parts, scheduler: Scheduler, committer: Committer) -> SerialLoop | OverlappedLoop:
+    """The loop that the configuration names."""
+    pages, speculation = parts.pages, parts.speculation
+    builder = BatchBuilder(
+        pages.table,
+        pages.page_size,
+        parts.device,
+        verify_as_decode=parts.config.deterministic,
+        adapters=parts.adapters,
+    )
+    serial = SerialLoop(scheduler, builder, parts.runner, parts.sampler, committer, parts.counters, speculation)
+    if parts.config.loop == "serial":
+        if speculation is not None:
+            capture_chunks(parts)
+        return serial
+    burst, prefill_burst = parts.config.scheduler.burst, parts.config.scheduler.prefill_burst
+    table = DeviceTable(pages.table.num_slots, 2 * burst, parts.device)
+    stepper = make_stepper(parts, table, builder)
+    return OverlappedLoop(
+        scheduler, serial, table, stepper, committer, parts.counters, burst, prefill_burst, speculation
+    )
+
+
+def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Stepper:
+    """Captured graphs where the fused path runs on a GPU, one operation after another elsewhere."""
+    if isinstance(parts.runner, FusedRunner):
+        from engine.runner.graph_stepper import GraphStepper
+
+        stepper = GraphStepper(
+            parts.model.spec,
+            table,
+            parts.pages.table,
+            parts.runner.fused,
+            parts.runner.attention,
+            parts.pages.pool,
+            number(parts.config.scheduler.max_running),
+            parts.counters,
+            parts.config.deterministic,
+            parts.speculation,
+        )
+        parts.memory.graphs.append(stepper)
+        capture_chunks(parts)
+        return stepper
+    return EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
+
+
+def capture_chunks(parts: Parts) -> None:
+    """Run chunks of prompts, and rows that verify drafts, as replays of graphs where the device is one."""
+    if not isinstance(parts.runner, FusedRunner) or parts.device.type != "cuda":
+        return
+    from engine.runner.prefill_graphs import PrefillGraphs
+
+    parts.runner.prefill_graphs = PrefillGraphs(
+        parts.model.spec,
+        parts.runner.fused,
+        parts.runner.attention,
+        parts.pages.pool,
+        number(parts.config.scheduler.prefill_tokens),
+        parts.pages.table.pages_SP.shape[1],
+        parts.counters,
+        () if parts.speculation is None else parts.speculation.captured_layers,
+    )
+    parts.memory.graphs.append(parts.runner.prefill_graphs)

@@ -17,7 +17,7 @@ from recipes.grpo.progress import Display
 from recipes.train_drafter.config import EvaluationConfig
 from recipes.train_drafter.target import Target
 from trainer_bridge.drafter.calibration import calibrate, draw_reliability
-from trainer_bridge.drafter.evaluation import EvaluationReport, report_of_rounds
+from trainer_bridge.drafter.evaluation import EvaluationReport, known_mean, report_of_rounds
 from trainer_bridge.drafter.responses import Dialogue
 from trainer_bridge.drafter.rounds import FullWindowRounds, RoundLog
 
@@ -82,7 +82,7 @@ def describe_report(report: EvaluationReport) -> str:
         lines.append(f"  {name:<10} accept length {one.accept_length:.3f}  kept {curve}{repeated}")
     for name, errors in (("raw", report.raw), ("scaled", report.scaled)):
         if errors is not None:
-            ece, auc = float(np.nanmean(errors.ece)), float(np.nanmean(errors.auc))
+            ece, auc = known_mean(errors.ece), known_mean(errors.auc)
             lines.append(f"  confidences, {name}: ECE {ece:.2%}  AUC {auc:.3f}")
     return "\n".join(lines)
 

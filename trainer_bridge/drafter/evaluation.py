@@ -60,8 +60,8 @@ class EvaluationReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         values |= {f"eval/accept_length/{name}": one.accept_length for name, one in self.domains.items()}
         for name, one in (("raw", self.raw), ("scaled", self.scaled)):
             if one is not None:
-                values[f"eval/ece_{name}"] = float(np.nanmean(one.ece))
-                values[f"eval/auc_{name}"] = float(np.nanmean(one.auc))
+                values[f"eval/ece_{name}"] = known_mean(one.ece)
+                values[f"eval/auc_{name}"] = known_mean(one.auc)
         return values
 
 
@@ -137,6 +137,12 @@ def report_of_forcing(sums: DraftSums) -> dict[str, list[float] | float]:
         "argmax_agreement": sums.mean("agreed").tolist(),
         "confidence_gap": sums.mean("gap").tolist(),
     }
+
+
+def known_mean(values: Sequence[float]) -> float:
+    """Mean over the positions where something was observed; NaN where nothing was."""
+    known = [value for value in values if value == value]
+    return sum(known) / len(known) if known else float("nan")
 
 
 def repetition_rate(texts: Sequence[np.ndarray], n: int = 4) -> float | None:

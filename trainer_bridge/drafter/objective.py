@@ -96,7 +96,9 @@ class DraftSums:
         return float(values[self.FIELDS.index(name)].sum() / values[0].sum())
 
     def accept_length(self) -> float:
-        """Expected tokens of a step, the bonus among them: 1 + the sum of mean survivals."""
+        """Expected tokens of a step, the bonus among them: 1 + the sum of mean survivals. Each mean is over the
+        blocks that reach that far within an answer, so that real steps, the last of an answer among them,
+        yield less."""
         return 1.0 + float(self.mean("survival").nan_to_num(0.0).sum())
 
 

@@ -11,6 +11,9 @@ Shapes: L listed ids, P pivots.
 
 # Conditions known when compiling stay apart from those that are not.
 # ruff: noqa: SIM102
+# Kernels return tuples, which the type checker cannot see.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -18,7 +18,7 @@ from tests.support import ask, make_engine, prompt
 def engine_with_graphs(folder, monkeypatch):
     monkeypatch.setattr(prefill_graphs, "MAX_ROWS", 4)
     monkeypatch.setattr(prefill_graphs, "USES_BEFORE_CAPTURE", 0)
-    engine = make_engine(folder, page_size=4, attention="triton", loop="overlapped", max_running=6, prefill_tokens=48)
+    engine = make_engine(folder, page_size=4, attention="triton", loop="overlapped", max_running=6, prefill_tokens=32)
     runner, pages = engine._parts.runner, engine._parts.pages
     runner.prefill_graphs = PrefillGraphs(
         runner.model.spec,
@@ -35,14 +35,14 @@ def engine_with_graphs(folder, monkeypatch):
 def test_prompts_through_fixed_buffers_equal_plain_ones(t_full, monkeypatch):
     """Two in one chunk, one over two chunks, one over a cached prefix; buffers are used again."""
     engine = engine_with_graphs(t_full, monkeypatch)
-    work = [ask("a", prompt(20), max_new=1), ask("b", prompt(9, 40), max_new=1), ask("c", prompt(60, 90), max_new=1)]
+    work = [ask("a", prompt(12), max_new=1), ask("b", prompt(5, 40), max_new=1), ask("c", prompt(40, 90), max_new=1)]
     used = []
     hidden = engine._parts.runner.prefill_graphs.hidden
     engine._parts.runner.prefill_graphs.hidden = lambda *inputs: used.append(hidden(*inputs)) or used[-1]
-    replies = engine.generate(work) + engine.generate([ask("d", prompt(33), max_new=1)])
+    replies = engine.generate(work) + engine.generate([ask("d", prompt(17), max_new=1)])
     assert len(used) >= 3 and all(value is not None for value in used)
     plain = make_engine(t_full, page_size=4)
-    expected = plain.generate(work) + plain.generate([ask("d", prompt(33), max_new=1)])
+    expected = plain.generate(work) + plain.generate([ask("d", prompt(17), max_new=1)])
     for reply, other in zip(replies, expected, strict=True):
         assert reply.samples[0].ids.tolist() == other.samples[0].ids.tolist()
         np.testing.assert_allclose(reply.samples[0].logprobs, other.samples[0].logprobs, atol=1e-4)

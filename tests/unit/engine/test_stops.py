@@ -115,7 +115,7 @@ def test_a_watchers_match_ends_ids_columns_and_cache(scripted):
     assert np.concatenate([delta.ids for delta in collected]).tolist() == sink.sample.ids.tolist()
     # The last token was sampled, never fed back: the cache ends before it.
     match = engine._parts.cache.match(
-        engine._namespace(type("G", (), {"request": ask("x", [1]), "arrival": 0, "lease": None})()),
+        engine._namespaces.of_group(type("G", (), {"request": ask("x", [1]), "arrival": 0, "lease": None})()),
         np.array([1, 5, 10, 11, 300, 20, 21], dtype=np.int32).tobytes(),
     )
     assert match.usable == 5

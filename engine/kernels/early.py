@@ -1,7 +1,8 @@
 """Launches that overlap the kernel before them.
 
 Owns the rules of programmatic dependent launch, for devices that have it (compute capability 9.0 and
-newer). Ignores which kernels use it.
+newer). Ignores which kernels use it; who may overlap, and by what option, `lora.kernels.early` says for
+both packages, since it may not import this one.
 
 A kernel launched `early` becomes resident while the one before it drains. Three rules keep any
 chain of such launches right:
@@ -18,27 +19,13 @@ Launches without the option in between are safe: they start when all before them
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from lora.kernels.early import is_early, options
 
-@functools.cache
-def _capable(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def is_early(tensor: torch.Tensor) -> bool:
-    """Whether launches on the tensor's device may overlap."""
-    return tensor.is_cuda and _capable(tensor.device.index)
-
-
-def options(early: bool) -> dict[str, bool]:
-    """Launch options; empty where overlap is impossible, since older compilers refuse the key."""
-    return {"launch_pdl": True} if early else {}
+__all__ = ["await_inputs", "is_early", "options", "prefetch", "release_next"]
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Heads as the projection left them: normed and rotated by the attention kernels that read them.
 
 Owns what a kernel needs for that, and how it does it, with the roundings of `rope_kv_write`. Ignores
-attention itself. A launch less a layer: where launches count, that is a tenth of a small model's step.
+attention itself. It saves a launch a layer.
 
 Shapes: B rows, N query heads, K key/value heads, H head size, M query rows of a tile, D = H padded to a
 power of two, C positions.

@@ -13,8 +13,6 @@ Shapes: B rows of a tier, P page-table columns, N query heads, H head size.
 from __future__ import annotations
 
 import bisect
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,13 +37,10 @@ from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
-from engine.runner.capture import anchored_pool, capture
-from engine.runner.compile_ahead import compile_ahead
+from engine.runner.graph_pool import GraphPool
 from engine.runner.step_plan import StepPlan
 from engine.runner.stepper import BurstResult, HostCopy, StepModes
 from engine.scheduler.batching import shared_prefixes
-
-logger = logging.getLogger(__name__)
 
 
 def tiers_up_to(most: int) -> list[int]:
@@ -98,22 +93,20 @@ class GraphStepper:
         self._captured: dict[tuple[int, bool, StepModes], Captured] = {}
         table.edits = DeviceEdits(len(table.new_S), spec.vocab_size, spec.context_len, kv_pool.device)
         self._moves = 0
-        on_gpu = kv_pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
-        self._memory, self._anchor = anchored_pool(self._stream) if self._stream is not None else (None, None)
+        self._graphs = GraphPool(kv_pool.device, counters)
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device, entropy=True)
         # The largest buffers come first: those of smaller tiers then lie inside them.
         self._size = self._plan(max_rows, shared=True).size
-        self.graph_bytes = 0
-        """Device memory taken by captures, graphs' own and their pool's."""
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.num_bytes
 
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
-        self.graph_bytes = 0
-        if self._stream is not None:
-            self._memory, self._anchor = anchored_pool(self._stream)
+        self._graphs.forget()
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
         plan = self.plan(samples, slots, steps)
@@ -162,7 +155,7 @@ class GraphStepper:
         if moves == self._moves:
             return
         self._moves = moves
-        if self._memory is not None:
+        if self._graphs.exists:
             torch.cuda.synchronize(self._pool.device)
         for key in [key for key in self._captured if key[2].extra]:
             del self._captured[key]
@@ -231,34 +224,9 @@ class GraphStepper:
                 sample_top(logits_BV, table, columns, drawn, self._workspace)
             advance_rows(table, slots_B, drawn, count=modes.edits)
 
-        began = time.perf_counter()
-        replay = self._record(step, self._stream) if self._stream is not None else None
+        replay = self._graphs.record(step, "decode steps")
         self._counters.graph_captures += 1
-        self._counters.graph_capture_seconds += time.perf_counter() - began
         scratch = (ids_B, positions_B, out_BNH)
         captured = Captured(replay or step, replay is not None, slots_B, metadata, scratch)
         self._captured[tier, shared, modes] = captured
         return captured
-
-    @torch.inference_mode()
-    def _record(self, step: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None] | None:
-        """Capture a step; None where that fails, and the step then runs launch by launch. Every slot
-        is padding meanwhile, so that nothing is touched; the run before the capture loads kernels and
-        warms libraries up."""
-        compile_ahead(step, stream, self._memory)
-        stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream(self._pool.device).wait_stream(stream)
-        free = torch.cuda.mem_get_info(self._pool.device)[0]
-        try:
-            try:
-                graph = capture(step, stream, self._memory)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()  # which torch cannot do by itself during a capture
-                graph = capture(step, stream, self._memory)
-        except RuntimeError as error:  # memory is short, or a library refuses to be captured
-            logger.warning("a decode step could not be captured and runs uncaptured: %s", error)
-            return None
-        self.graph_bytes += max(1, free - torch.cuda.mem_get_info(self._pool.device)[0])
-        return graph.replay

@@ -4,8 +4,8 @@ Owns the tiers of token counts, capture on the second use of a tier, and the cop
 graph's buffers. Ignores batches with decode rows, which run launch by launch. States of inner layers
 are there for the layers that were named when the graphs were made.
 
-A forward pass is some ten launches a layer, each of them 20 microseconds of the host: for a small model,
-or a few hundred tokens of a larger one, the device waits for them. Tokens beyond a batch's are padding:
+A forward pass is some ten launches a layer, each of them some work of the host: for a small model, or a
+few hundred tokens of a larger one, the device waits for them. Tokens beyond a batch's are padding:
 ids of -1, computed from zeros and written nowhere, and no tile of attention covers them.
 
 Shapes: T tokens of a tier, N query heads, H head size, D hidden.
@@ -14,8 +14,6 @@ Shapes: T tokens of a tier, N query heads, H head size, D hidden.
 from __future__ import annotations
 
 import bisect
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,15 +26,12 @@ from engine.memory.kv_pool import KVPool
 from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
-from engine.runner.capture import anchored_pool, capture
-from engine.runner.compile_ahead import compile_ahead
-
-logger = logging.getLogger(__name__)
+from engine.runner.graph_pool import GraphPool
 
 LAYER_LAUNCH_SECONDS = 2e-4
 FLOPS = 5e14
-"""What launching a layer takes a host, and what products reach on a large GPU: together they say up to
-how many tokens a graph pays. Neither is critical: around that number both ways take the same time."""
+"""Estimates of what launching a layer takes a host, and of what products reach on a large GPU: together
+they say up to how many tokens a graph pays. Neither is critical: around that number both ways take the same time."""
 
 MAX_ROWS = 128
 USES_BEFORE_CAPTURE = 1
@@ -94,18 +89,16 @@ class PrefillGraphs:
         self._tiers = token_tiers(worthwhile_tokens(spec, max_tokens))
         self._captured: dict[int, CapturedChunk | None] = {}
         self._uses: Counter[int] = Counter()
-        on_gpu = kv_pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(kv_pool.device) if on_gpu else None
-        self._memory, self._anchor = anchored_pool(self._stream) if self._stream is not None else (None, None)
-        self.graph_bytes = 0
-        """Device memory taken by captures."""
+        self._graphs = GraphPool(kv_pool.device, counters)
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.num_bytes
 
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
-        self.graph_bytes = 0
-        if self._stream is not None:
-            self._memory, self._anchor = anchored_pool(self._stream)
+        self._graphs.forget()
 
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor | None:
         """Final hidden states of the batch's tokens, and in `capture` those after the layers it names, good
@@ -166,20 +159,10 @@ class PrefillGraphs:
             for layer, buffer_TD in features.items():
                 buffer_TD.copy_(states[layer])
 
-        replay: Callable[[], None] = chunk
-        if self._stream is not None:
-            began, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-            compile_ahead(chunk, self._stream, self._memory)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._stream):
-                chunk()
-            torch.cuda.current_stream(device).wait_stream(self._stream)
-            try:
-                replay = capture(chunk, self._stream, self._memory).replay
-            except RuntimeError as error:  # memory is short, or a library refuses to be captured
-                logger.warning("chunks of %d tokens could not be captured and run uncaptured: %s", tier, error)
-                return None
+        replay = self._graphs.record(chunk, f"chunks of {tier} tokens")
+        if replay is None and self._graphs.exists:
+            return None
+        if replay is not None:
             self._counters.graph_captures += 1
-            self._counters.graph_capture_seconds += time.perf_counter() - began
-            self.graph_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
-        return CapturedChunk(replay, ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH, features)
+        buffers = (ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH, features)
+        return CapturedChunk(replay or chunk, *buffers)

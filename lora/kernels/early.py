@@ -1,6 +1,7 @@
 """Launches that overlap the kernel before them, as the adapters' kernels use them.
 
-Owns the launch option and the two device calls, for compute capability 9.0 and newer. The rules that keep a
+Owns the launch option, for the engine's kernels too, and the two device calls, for compute capability
+9.0 and newer. The rules that keep a
 chain of such launches right are the engine's (`engine.kernels.early`), which this package cannot import:
 every program waits before its first dependent access and before it leaves, only then lets the next
 launch in, and reads nothing earlier but what was written two or more launches back.

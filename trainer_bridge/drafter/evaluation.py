@@ -18,7 +18,6 @@ import torch
 from engine.dspark.reliability import Reliability
 from engine.dspark.scaling import SurvivalScaling
 from engine.dspark.stats import DraftStats
-from trainer_bridge.drafter.objective import DraftSums
 from trainer_bridge.drafter.rounds import RoundLog
 
 
@@ -126,17 +125,6 @@ def reliability_of(log: RoundLog, scaling: SurvivalScaling | None) -> Reliabilit
     logits_NG = torch.from_numpy(log.confidences()).float().to(scaling.temperatures_G.device)
     result.observe(scaling.survival(logits_NG).double().cpu().numpy(), log.labels())
     return result
-
-
-def report_of_forcing(sums: DraftSums) -> dict[str, list[float] | float]:
-    """Acceptance after the target's own tokens: cheap, and close to what rounds show."""
-    return {
-        "accept_length": sums.accept_length(),
-        "accepted": sums.mean("accepted").tolist(),
-        "survival": sums.mean("survival").tolist(),
-        "argmax_agreement": sums.mean("agreed").tolist(),
-        "confidence_gap": sums.mean("gap").tolist(),
-    }
 
 
 def known_mean(values: Sequence[float]) -> float:

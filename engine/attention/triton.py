@@ -31,7 +31,6 @@ from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, States, TileConfig, decode_attention
 from engine.kernels.prefill_attention import cut_tiles, prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
-from engine.kernels.raw_heads import RawHeads
 from engine.memory.kv_pool import KVPool, pack
 from engine.memory.transfer import send, staged
 from engine.models.spec import ModelSpec
@@ -115,10 +114,8 @@ class TritonAttention:
         out_BNH: torch.Tensor,
         layer: int,
         sink_N: torch.Tensor | None = None,
-        raw: RawHeads | None = None,
     ) -> None:
-        """Write out_BNH from a layer's storage (`kv_pool.tokens(layer)`), this step's keys included; with
-        `raw` they are still to be written there, and the queries to be rotated.
+        """Write out_BNH from a layer's storage (`kv_pool.tokens(layer)`), this step's keys included.
 
         `metadata.cut()` comes once a step before the first layer. Allocates nothing; all grids are
         fixed by the buffers.
@@ -138,7 +135,6 @@ class TritonAttention:
                 metadata.prefix_tiles,
                 None if metadata.fixed is None else metadata.fixed.counts_2[1:],
                 ceil_div(PREFIX_PROGRAMS * metadata.size.processors, shape.num_kv_heads),
-                raw,
             )
         decode_attention(
             q_BNH,
@@ -153,7 +149,6 @@ class TritonAttention:
             metadata.decode_tiles,
             sink_N,
             prefix,
-            raw,
         )
 
     # The eager form.

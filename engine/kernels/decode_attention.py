@@ -32,8 +32,10 @@ from engine.kernels.attention_tile import (
     store_state,
     tile_rows,
 )
-from engine.kernels.early import await_inputs, is_early, options, release_next
-from engine.kernels.raw_heads import RawHeads, one_token_state, rotated_heads
+from engine.kernels.early import await_inputs, is_early, options, prefetch_lines, release_next
+
+PREFETCHED = 64
+"""Tokens of a program that are asked for before its query is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,22 @@ def decode_reference(
     return out_BNH
 
 
+@triton.jit
+def _prefetch_tokens(
+    kv_ptr, table_ptr, lo, hi, TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Ask for the keys and values of the first of tokens [lo, hi) in the level-2 cache."""
+    LINE: tl.constexpr = 1024 // kv_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = tl.cdiv(HEAD_DIM, LINE)
+    token_N = tl.maximum(tl.minimum(lo + tl.arange(0, TOKENS), hi - 1), 0)
+    slot_N = tl.load(table_ptr + token_N // PAGE).to(tl.int64) * PAGE + token_N % PAGE
+    at_N = kv_ptr + slot_N * (2 * KV_HEADS * HEAD_DIM)
+    for line in tl.static_range(LINES):
+        prefetch_lines(at_N + line * LINE, EARLY)
+        prefetch_lines(at_N + KV_HEADS * HEAD_DIM + line * LINE, EARLY)
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "prefix_rows"],
     do_not_specialize_on_alignment=[
@@ -134,7 +152,6 @@ def decode_reference(
         "arrived_ptr",
         "part_lse_ptr",
         "prefix_lse_ptr",
-        "write_slots_ptr",
     ],
 )
 def _decode_kernel(
@@ -150,12 +167,6 @@ def _decode_kernel(
     arrived_ptr,
     prefix_ptr,
     prefix_lse_ptr,
-    write_slots_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    eps,
     q_stride,
     out_stride,
     table_stride,
@@ -170,9 +181,8 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     SHARED: tl.constexpr,
-    RAW: tl.constexpr,
-    NORM: tl.constexpr,
     EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -180,48 +190,30 @@ def _decode_kernel(
     item = tl.program_id(1)
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
+    lo = tl.load(item_ptr + 1)
+    hi = tl.load(item_ptr + 2)
     if not SHARED:
+        if PREFETCH > 0:
+            _prefetch_tokens(
+                kv_ptr + kv_head * HEAD_DIM, tables_ptr + tl.maximum(row, 0).to(tl.int64) * table_stride, lo, hi,
+                PREFETCH, KV_HEADS, HEAD_DIM, PAGE, EARLY,
+            )  # fmt: skip
         await_inputs(EARLY)
         release_next(EARLY)
     if row < 0:
         return
-    lo = tl.load(item_ptr + 1)
-    hi = tl.load(item_ptr + 2)
     split = tl.load(item_ptr + 3)
     splits = tl.load(item_ptr + 4)
     _query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, 1, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
     at_MD = head_M[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
     wide_row = row.to(tl.int64)
+    q_MD = tl.load(q_ptr + wide_row * q_stride + at_MD, mask=mask_MD, other=0.0)
     position_M = tl.zeros([BLOCK_M], tl.int32)
-    acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
-    if WINDOW > 0 or RAW:
+    if WINDOW > 0:
         end = tl.load(seq_lens_ptr + row)
-        if WINDOW > 0:
-            lo = tl.maximum(lo, end - WINDOW)
-        position_M += tl.maximum(end - 1, 0)
-    if RAW:
-        row_ptr = q_ptr + wide_row * q_stride
-        one_11 = tl.zeros([1, 1], tl.int32)
-        q_MD = rotated_heads(
-            row_ptr + head_M[:, None] * HEAD_DIM, one_11 + tl.maximum(end - 1, 0), mask_M[:, None], q_weight_ptr,
-            cos_ptr, sin_ptr, eps, HEAD_DIM, BLOCK_D, NORM,
-        )  # fmt: skip
-        if (hi == end) & (end > 0):
-            # The newest token: this program alone reads it, keeps it, and begins with it.
-            d_1D = tl.arange(0, BLOCK_D)[None, :]
-            k_1D = rotated_heads(
-                row_ptr + (HEADS + kv_head) * HEAD_DIM + one_11, one_11 + end - 1, one_11 == 0, k_weight_ptr, cos_ptr,
-                sin_ptr, eps, HEAD_DIM, BLOCK_D, NORM,
-            )  # fmt: skip
-            v_1D = tl.load(row_ptr + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + d_1D, mask=d_1D < HEAD_DIM, other=0.0)
-            slot_ptr = kv_ptr + tl.load(write_slots_ptr + row).to(tl.int64) * (2 * KV_HEADS * HEAD_DIM)
-            slot_ptr += kv_head * HEAD_DIM + d_1D
-            tl.store(slot_ptr, k_1D, mask=d_1D < HEAD_DIM)
-            tl.store(slot_ptr + KV_HEADS * HEAD_DIM, v_1D, mask=d_1D < HEAD_DIM)
-            acc_MD, sum_M, top_M = one_token_state(q_MD, k_1D, v_1D, SCALE, SOFTCAP)
-            hi -= 1
-    else:
-        q_MD = tl.load(q_ptr + wide_row * q_stride + at_MD, mask=mask_MD, other=0.0)
+        lo = tl.maximum(lo, end - WINDOW)
+        position_M += end - 1
+    acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
     acc_MD, sum_M, top_M = attend_tokens(
         q_MD,
         acc_MD,
@@ -287,7 +279,6 @@ def decode_attention(
     config: TileConfig,
     sink_N: torch.Tensor | None = None,
     prefix: States | None = None,
-    raw: RawHeads | None = None,
 ) -> None:
     """Write out_BNH, zeros for rows of length 0.
 
@@ -295,16 +286,11 @@ def decode_attention(
     [S, B] states of which each row reads as many as its items say: where launches overlap
     (`engine.kernels.early`), the one before must then be the prefix kernel's, and items come from two
     launches back at least. Every batch has a row, so some program waits.
-
-    With `raw` the queries are heads of a fused projection as it left them; the newest token's key and
-    value, which follow them there, go to the pool.
     """
     assert q_BNH.stride()[1:] == (shape.head_dim, 1) == out_BNH.stride()[1:], "heads of a row must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
     assert partial.lse_IN.shape[0] >= items_W8.shape[0], "a state for each item"
     shared, early = prefix is not None, is_early(q_BNH)
-    norm = None if raw is None else raw.norm
-    assert raw is None or q_BNH.stride(0) >= (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     prefix_states = prefix if prefix is not None else partial
     _decode_kernel[(shape.num_kv_heads, items_W8.shape[0])](
         q_BNH,
@@ -319,12 +305,6 @@ def decode_attention(
         arrived_BK,
         prefix_states.mean_INH,
         prefix_states.lse_IN,
-        seq_lens_B if raw is None else raw.write_slots_B,
-        q_BNH if norm is None else norm.q_weight_H,
-        q_BNH if norm is None else norm.k_weight_H,
-        q_BNH if raw is None else raw.cos_CH,
-        q_BNH if raw is None else raw.sin_CH,
-        0.0 if norm is None else norm.eps,
         q_BNH.stride(0),
         out_BNH.stride(0),
         page_tables_BP.stride(0),
@@ -332,9 +312,8 @@ def decode_attention(
         **shape.constants,
         SINK=sink_N is not None,
         SHARED=shared,
-        RAW=raw is not None,
-        NORM=norm is not None,
         EARLY=early,
+        PREFETCH=PREFETCHED if early and not shape.window else 0,
         BLOCK_M=max(16, power_of_two(shape.group)),
         BLOCK_N=config.block_n,
         **config.options,

@@ -25,7 +25,6 @@ import triton.language as tl
 from engine.kernels.attention_tile import attend_reference, attend_tokens, empty_state, store_state, tile_rows
 from engine.kernels.decode_attention import LayerShape, States, TileConfig
 from engine.kernels.early import await_inputs, is_early, options, release_next
-from engine.kernels.raw_heads import RawHeads, rotated_heads
 
 
 def prefix_reference(
@@ -59,11 +58,10 @@ def prefix_reference(
 
 @triton.jit
 def _attend_piece(
-    q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, piece_ptr, mean_ptr, lse_ptr, q_weight_ptr, cos_ptr, sin_ptr, eps,
-    q_stride, table_stride, state_rows,
+    q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, piece_ptr, mean_ptr, lse_ptr, q_stride, table_stride, state_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, RAW: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     first_row = tl.load(piece_ptr)
@@ -75,18 +73,11 @@ def _attend_piece(
     query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
     row_M = first_row + query_M
     q_at_M = row_M.to(tl.int64) * q_stride + head_M * HEAD_DIM
+    q_MD = tl.load(q_ptr + q_at_M[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask_MD, other=0.0)
     position_M = tl.zeros([BLOCK_M], tl.int32)
-    if WINDOW > 0 or RAW:
-        length_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
-    if RAW:
-        q_MD = rotated_heads(
-            q_ptr + q_at_M[:, None], tl.maximum(length_M - 1, 0)[:, None], mask_M[:, None], q_weight_ptr, cos_ptr,
-            sin_ptr, eps, HEAD_DIM, BLOCK_D, NORM,
-        )  # fmt: skip
-    else:
-        q_MD = tl.load(q_ptr + q_at_M[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask_MD, other=0.0)
     if WINDOW > 0:
         # A row of length 0 sees nothing and must not hold the tile back.
+        length_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
         position_M = tl.where(length_M > 0, length_M - 1, 1 << 30)
         lo = tl.maximum(lo, (tl.min(position_M, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
     acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
@@ -128,10 +119,6 @@ def _prefix_kernel(
     count_ptr,
     mean_ptr,
     lse_ptr,
-    q_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    eps,
     q_stride,
     table_stride,
     state_rows,
@@ -144,8 +131,6 @@ def _prefix_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LISTED: tl.constexpr,
-    RAW: tl.constexpr,
-    NORM: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,15 +142,15 @@ def _prefix_kernel(
         # As many programs as run at once take turns: the room for the list is far larger than the list.
         for piece in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
             _attend_piece(
-                q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + piece * 8, mean_ptr, lse_ptr, q_weight_ptr,
-                cos_ptr, sin_ptr, eps, q_stride, table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE,
-                SCALE, WINDOW, SOFTCAP, True, RAW, NORM, BLOCK_M, BLOCK_N,
+                q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + piece * 8, mean_ptr, lse_ptr, q_stride,
+                table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE, SCALE, WINDOW, SOFTCAP, True,
+                BLOCK_M, BLOCK_N,
             )  # fmt: skip
     elif tl.load(pieces_ptr + tl.program_id(1) * 8 + 1) > 0:
         _attend_piece(
-            q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + tl.program_id(1) * 8, mean_ptr, lse_ptr,
-            q_weight_ptr, cos_ptr, sin_ptr, eps, q_stride, table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM,
-            BLOCK_D, PAGE, SCALE, WINDOW, SOFTCAP, False, RAW, NORM, BLOCK_M, BLOCK_N,
+            q_ptr, kv_ptr, tables_ptr, seq_lens_ptr, pieces_ptr + tl.program_id(1) * 8, mean_ptr, lse_ptr, q_stride,
+            table_stride, state_rows, HEADS, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE, SCALE, WINDOW, SOFTCAP, False,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
@@ -180,18 +165,15 @@ def prefix_attention(
     config: TileConfig,
     count_1: torch.Tensor | None = None,
     programs: int = 0,
-    raw: RawHeads | None = None,
 ) -> None:
     """Write the states of `pieces_X8` into `states` ([S, B] of them), nothing for padding.
 
     A piece has at most `config.block_m // group` rows. With `count_1`, that many pieces are there, each a
-    multiple of `config.block_n` long, and `programs` for each key/value head share them out. With `raw`
-    the queries are heads as the projection left them.
+    multiple of `config.block_n` long, and `programs` for each key/value head share them out.
     """
     assert q_BNH.stride()[1:] == (shape.head_dim, 1), "heads of a row must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
     early = is_early(q_BNH)
-    norm = None if raw is None else raw.norm
     _prefix_kernel[(shape.num_kv_heads, pieces_X8.shape[0] if count_1 is None else programs)](
         q_BNH,
         layer_kv,
@@ -201,17 +183,11 @@ def prefix_attention(
         count_1,
         states.mean_INH,
         states.lse_IN,
-        q_BNH if norm is None else norm.q_weight_H,
-        q_BNH if raw is None else raw.cos_CH,
-        q_BNH if raw is None else raw.sin_CH,
-        0.0 if norm is None else norm.eps,
         q_BNH.stride(0),
         page_tables_BP.stride(0),
         states.lse_IN.shape[1],
         **shape.constants,
         LISTED=count_1 is not None,
-        RAW=raw is not None,
-        NORM=norm is not None,
         EARLY=early,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

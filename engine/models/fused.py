@@ -20,7 +20,6 @@ from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import segments_of
-from engine.kernels.raw_heads import RawHeads
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
@@ -35,10 +34,8 @@ Attend = Callable[[torch.Tensor, int], torch.Tensor]
 Mix = Callable[[torch.Tensor], torch.Tensor]
 """qkv_TE -> out_TE of one layer."""
 
-AttendRaw = Callable[[torch.Tensor, RawHeads, int], torch.Tensor]
-"""(q_TNH, raw, layer) -> out_TNH from heads as the projection left them."""
-
 FEW_ROWS = 64
+FEW_WIDE_ROWS = 64
 SMALL = 2048
 """Hidden width below which launches cost more than reading the weights: measured at 1,024 and 4,096."""
 
@@ -60,7 +57,8 @@ class FusedForward:
     def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, deterministic: bool = False) -> None:
         if deterministic and model.parallel.size > 1:
             raise Unsupported(field="deterministic", expected="one rank", actual=f"{model.parallel.size} ranks")
-        self._partials = Partials.empty(kv_pool.device) if deterministic else None
+        self._deterministic = deterministic
+        self._partials = Partials.empty(kv_pool.device)
         self._model = model
         self._pool = kv_pool
         self._eps = model.spec.rms_eps
@@ -77,10 +75,8 @@ class FusedForward:
         write_slots_T: torch.Tensor,
         attend: Attend,
         capture: dict[int, torch.Tensor] | None = None,
-        attend_raw: AttendRaw | None = None,
     ) -> torch.Tensor:
-        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`. `attend_raw`, where given, is
-        used instead of `attend` and does the rotation and the writing too."""
+        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
         decoder, layers = self._model.model, self._layers
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
         norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
@@ -89,8 +85,6 @@ class FusedForward:
         for index, layer in enumerate(layers):
 
             def mix(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
-                if attend_raw is not None:
-                    return attend_raw(*self._raw(qkv_TE, index, write_slots_T), index).reshape(qkv_TE.shape[0], -1)
                 q_TNH = self._rotated(qkv_TE, index, positions_T, write_slots_T)
                 return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
 
@@ -157,14 +151,20 @@ class FusedForward:
         return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
 
     def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        if self._partials is None:
-            return layer(x_TD)
-        return invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
+        if self._in_fixed_order(x_TD):
+            return invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
+        return layer(x_TD)
 
     def _gated(self, layer: ColumnParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        if self._partials is None:
-            return silu_and_mul(layer(x_TD))
-        return invariant_gated_matmul(x_TD, layer.weight, layer.bias, self._partials)
+        if self._in_fixed_order(x_TD):
+            return invariant_gated_matmul(x_TD, layer.weight, layer.bias, self._partials)
+        return silu_and_mul(layer(x_TD))
+
+    def _in_fixed_order(self, x_TD: torch.Tensor) -> bool:
+        """Whether products keep a row's order of sums. Those kernels overlap what comes before them, and
+        so take few rows of wide models too."""
+        few = 1 < x_TD.shape[0] <= FEW_WIDE_ROWS and self._alone(x_TD) and x_TD.is_cuda
+        return few or self._deterministic
 
     def _rotated(
         self, qkv_TE: torch.Tensor, index: int, positions_T: torch.Tensor, write_slots_T: torch.Tensor
@@ -182,12 +182,6 @@ class FusedForward:
             self._pool.tokens(index),
         )
 
-    def _raw(self, qkv_TE: torch.Tensor, index: int, write_slots_T: torch.Tensor) -> tuple[torch.Tensor, RawHeads]:
-        shape, rotary = self._shape, self._model.rotary
-        heads_TXH = qkv_TE.view(qkv_TE.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        raw = RawHeads(write_slots_T, self._norms[index], rotary.cos_CE, rotary.sin_CE)
-        return heads_TXH[:, : shape.num_heads], raw
-
     def _norm(self, norm: RMSNorm) -> InputNorm:
         return InputNorm(norm.weight, self._eps)
 
@@ -197,19 +191,22 @@ class FusedForward:
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         if self._kind(hidden_RD) is Rows.ONE:
             return gemv(hidden_RD, head.weight[part])
-        if self._partials is not None:
+        if self._deterministic:
             segments = segments_of(*head.weight.shape)
             return invariant_matmul(hidden_RD, head.weight[part], partials=self._partials, segments=segments)
         return head.project(hidden_RD, part)
 
     def _kind(self, x_TD: torch.Tensor) -> Rows:
-        alone = self._partials is None and self._model.parallel.size == 1 and not self._gate_bias
-        if not alone or x_TD.dtype != torch.bfloat16:
+        if self._deterministic or self._gate_bias or not self._alone(x_TD):
             return Rows.MANY
         rows, width = x_TD.shape
         if rows == 1:
             return Rows.ONE
         return Rows.FEW if rows <= FEW_ROWS and width < SMALL else Rows.MANY
+
+    def _alone(self, x_TD: torch.Tensor) -> bool:
+        """Whether own products may stand for the layers': on one rank, with tensor cores."""
+        return self._model.parallel.size == 1 and x_TD.dtype == torch.bfloat16
 
 
 def _qk_norm(attention: Attention, eps: float) -> QKNorm | None:

@@ -24,7 +24,6 @@ from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
 from engine.dspark.speculation import Speculation
 from engine.kernels.decode_step import advance_rows, gather_rows
-from engine.kernels.raw_heads import RawHeads
 from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
@@ -194,13 +193,6 @@ class GraphStepper:
             self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer)
             return out_BNH
 
-        def attend_raw(q_BNH: torch.Tensor, raw: RawHeads, layer: int) -> torch.Tensor:
-            self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer, raw=raw)
-            return out_BNH
-
-        # Whole pieces of deterministic rows may hold the newest token: it must be in the pool before.
-        rotates = None if self._deterministic else attend_raw
-
         def step() -> None:
             gather_rows(
                 table,
@@ -215,7 +207,7 @@ class GraphStepper:
             metadata.cut()
             states = dict.fromkeys(layers, ids_B)
             write_slots_B = metadata.write_slots_B
-            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None, rotates)
+            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None)
             if self._speculation is not None and layers:
                 self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
             logits_BV = self._forward.logits(hidden_BD)

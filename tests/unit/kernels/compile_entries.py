@@ -26,7 +26,6 @@ from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_o
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
-from engine.kernels.raw_heads import RawHeads
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
@@ -107,19 +106,14 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
     cut_rows(numbers[0], numbers[1], numbers[2], torch.zeros(16, 8, dtype=torch.int32), 8, 64, 64)
     states = [States.empty(leading, shape.num_heads, shape.head_dim, "cpu") for leading in ((4,), (2, 2))]
     prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
-    raw = None
-    if capability == 90:
-        table = torch.zeros(8, shape.head_dim, dtype=dtype)
-        raw = RawHeads(torch.zeros(2, dtype=torch.int64), QKNorm(table[0], table[1], 1e-6), table, table)
-        q = torch.zeros(2, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)[:, : shape.num_heads]
-    prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles, raw=raw)
+    prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles)
     counts, column = numbers[3, :2], torch.zeros(4, dtype=torch.int32)
     cut_pieces(numbers[0], column, numbers, counts, column, column)
     prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles, counts[1:], 2)
     shared = capability != 80
     tiles = decode_config(shape.block_d, dtype.itemsize, shared)
     rest = (states[0], numbers, shape, tiles, sink, states[1] if shared else None)
-    decode_attention(q, kv, tables, numbers[0], numbers, torch.zeros_like(q).contiguous(), *rest, raw)
+    decode_attention(q, kv, tables, numbers[0], numbers, torch.zeros_like(q), *rest)
 
 
 def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:

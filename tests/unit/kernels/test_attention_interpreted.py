@@ -14,8 +14,6 @@ from engine.errors import Unsupported
 from engine.kernels.attention_config import prefix_config
 from engine.kernels.decode_attention import LayerShape, States
 from engine.kernels.prefix_attention import prefix_attention, prefix_reference
-from engine.kernels.raw_heads import RawHeads
-from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write_reference
 from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
 from tests.unit.kernels.attention_checks import check_cuts, check_merges, check_pieces
@@ -289,48 +287,3 @@ def test_pieces_lie_at_fixed_positions() -> None:
 def test_a_bias_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"layers\[0\]\.bias"):
         TritonAttention(make_spec(bias=4))
-
-
-@pytest.mark.parametrize(
-    ("layer", "normed"),
-    [
-        pytest.param({}, False, marks=SLOW),
-        ({}, True),
-        ({"window": 9, "softcap": 2.0, "sink": True}, False),
-        pytest.param({"window": 9, "softcap": 2.0, "sink": True}, True, marks=SLOW),
-    ],
-    ids=str,
-)
-def test_heads_as_the_projection_left_them(layer: dict, normed: bool) -> None:
-    """Rotation, norms and the newest token's storing inside attention equal those before it, with and
-    without shared prefixes, and leave the pool as those do."""
-    lengths = [23, 1, 0, 40, 37, 41]
-    prefixes = [SharedPrefix(3, 6, 8)]
-    scene = Scene(make_spec(**layer), lengths, [1 if length else 0 for length in lengths], 4, prefixes)
-    spec, rows = scene.spec, len(lengths)
-    noise = torch.Generator().manual_seed(5)
-    table, weights = torch.randn(2, 64, spec.head_dim, generator=noise), torch.rand(2, spec.head_dim, generator=noise)
-    norm = QKNorm(weights[0], weights[1], 1e-6) if normed else None
-    width = spec.num_heads + 2 * spec.num_kv_heads
-    qkv = torch.full((rows, width, spec.head_dim), float("nan"))
-    live = [row for row, length in enumerate(lengths) if length]
-    qkv[live] = scene.qkv
-    slots = torch.tensor([scene.slot(row, length - 1) if length else -1 for row, length in enumerate(lengths)])
-    positions = torch.tensor([max(length - 1, 0) for length in lengths])
-    backend = TritonAttention(spec)
-    for shared in (False, True):
-        metadata = backend.plan_decode_buffers(rows, scene.tables.shape[1], scene.pool, shared=shared)
-        metadata.page_tables_BP[:] = scene.tables
-        metadata.seq_lens_B[:] = torch.tensor(lengths, dtype=torch.int32)
-        if shared:
-            assert metadata.set_prefixes(prefixes) == 1
-        metadata.cut()
-        pools = [scene.pool.tokens(0).clone() for _ in range(2)]
-        outs = [torch.full((rows, spec.num_heads, spec.head_dim), float("nan")) for _ in range(2)]
-        shape = QKVShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        q = rope_kv_write_reference(qkv.view(rows, -1), shape, norm, table[0], table[1], positions, slots, pools[0])
-        backend.run_decode(q.contiguous(), pools[0], metadata, outs[0], 0, scene.sink)
-        raw = RawHeads(slots, norm, table[0], table[1])
-        backend.run_decode(qkv[:, : spec.num_heads], pools[1], metadata, outs[1], 0, scene.sink, raw)
-        torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=0)
-        torch.testing.assert_close(pools[1], pools[0], atol=1e-6, rtol=1e-5, equal_nan=True)

@@ -133,7 +133,7 @@ def _prefetch_tokens(
 ):  # fmt: skip
     """Ask for the keys and values of the first of tokens [lo, hi) in the level-2 cache."""
     LINE: tl.constexpr = 1024 // kv_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = tl.cdiv(HEAD_DIM, LINE)
+    LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
     token_N = tl.maximum(tl.minimum(lo + tl.arange(0, TOKENS), hi - 1), 0)
     slot_N = tl.load(table_ptr + token_N // PAGE).to(tl.int64) * PAGE + token_N % PAGE
     at_N = kv_ptr + slot_N * (2 * KV_HEADS * HEAD_DIM)
@@ -193,7 +193,7 @@ def _decode_kernel(
     lo = tl.load(item_ptr + 1)
     hi = tl.load(item_ptr + 2)
     if not SHARED:
-        if PREFETCH > 0:
+        if EARLY and PREFETCH > 0:
             _prefetch_tokens(
                 kv_ptr + kv_head * HEAD_DIM, tables_ptr + tl.maximum(row, 0).to(tl.int64) * table_stride, lo, hi,
                 PREFETCH, KV_HEADS, HEAD_DIM, PAGE, EARLY,
@@ -313,7 +313,7 @@ def decode_attention(
         SINK=sink_N is not None,
         SHARED=shared,
         EARLY=early,
-        PREFETCH=PREFETCHED if early and not shape.window else 0,
+        PREFETCH=0 if shape.window else PREFETCHED,
         BLOCK_M=max(16, power_of_two(shape.group)),
         BLOCK_N=config.block_n,
         **config.options,

@@ -233,7 +233,7 @@ def invariant_matmul(
         return out
     boxed = _boxable(x_MK) and _boxable(weight_NK)
     segments = segments or segments_of(outputs, inputs)
-    tile = tile or tile_for(rows, outputs, segments, x_MK.element_size(), boxed, _processors(x_MK))
+    tile = tile or tile_for(rows, outputs, inputs, segments, x_MK.element_size(), boxed, _processors(x_MK))
     assert not tile.boxed or boxed, "tensor maps need aligned rows on a device that has them"
     assert inputs % segments == 0 and (segments == 1 or inputs // segments % tile.inputs == 0), f"{segments} segments"
     if not tile.stream:

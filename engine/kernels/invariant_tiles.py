@@ -18,6 +18,9 @@ WANTED = 128
 FEW_ROWS = 64
 """Rows up to which outputs are the rows of the instruction."""
 
+LONG = 8192
+"""Inputs from which on a few tiles are cut."""
+
 SPLIT_ELEMENTS = 384 * 128 * 128
 """Sums that segments of a split product may leave in memory: three programs for each of 128 processors."""
 
@@ -51,8 +54,11 @@ def segments_of(outputs: int, inputs: int) -> int:
     return segments
 
 
-def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool, processors: int) -> InvariantTile:
-    """`boxed` says whether tensor maps may be used."""
+def tile_for(
+    rows: int, outputs: int, inputs: int, segments: int, itemsize: int, boxed: bool, processors: int
+) -> InvariantTile:
+    """`boxed` says whether tensor maps may be used. Which tiles serve was measured on an H200, with the
+    products of an 8B model."""
     if itemsize > 2:
         # Without tensor cores operands live in registers, and there is one order of sums anyway.
         return InvariantTile(16, 32, 16, 4, 2)
@@ -62,6 +68,14 @@ def tile_for(rows: int, outputs: int, segments: int, itemsize: int, boxed: bool,
         return InvariantTile(width, 64, 128, 4, {16: 5, 32: 4, 64: 3}[width], swapped=True, split=True, boxed=boxed)
     bands = -(-rows // 128)
     tiles = bands * -(-outputs // 128)
+    if boxed and bands <= 2 and tiles < processors:
+        # Narrow tiles and deep pipelines; only long inputs over few tiles pay for the sum of their segments.
+        narrow = bands * -(-outputs // 64)
+        if 2 * narrow <= processors and inputs > LONG:
+            return InvariantTile(128, 64, 64, 4, 4, split=True, boxed=True)
+        return InvariantTile(128, 64, 64, 4, 6 if narrow <= processors else 4, boxed=True)
+    if boxed and bands == 1:
+        return InvariantTile(128, 128, 64, 8, 3, boxed=True)
     if tiles < processors or not boxed:
         small = tiles * segments < processors
         return InvariantTile(128, 64 if small else 128, 64, 4 if small else 8, 4, split=tiles < processors, boxed=boxed)

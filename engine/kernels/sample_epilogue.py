@@ -230,7 +230,8 @@ def sample_rows(
     `truncated=False` promises that no active row has top-k, top-p or min-p, and saves five launches.
     `every=False` leaves NaN in `raw_B` and
     `lse_B` where temperature and definition do not call for them, and saves an exponential an id.
-    Allocates nothing. `warps` are those of the kernels.
+    Allocates nothing. `warps` are those of the kernels; a row's sums have the order that the scan's
+    give them, whatever else is drawn beside it.
     """
     rows, vocab = logits_BV.shape
     tiles, tile = workspace.stats_BNT.shape[2], workspace.tile
@@ -261,7 +262,7 @@ def sample_rows(
     warps = warps or Warps()
     sample_scan_kernel[(tiles, rows)](
         logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants,
-        num_warps=warps.scan or max(1, tile // (512 if truncated else 1024)),
+        num_warps=warps.scan or max(1, tile // 1024),
     )  # fmt: skip
     modes["TILES"] = triton.next_power_of_2(tiles)
     if truncated:

@@ -82,7 +82,7 @@ def invariant_products(capability: int) -> None:
     partials, boxed = Partials.empty("cpu"), capability >= 90
     for rows, outputs in ((1, 2048), (200, 2048), (2000, 16384)):
         x, weight = torch.zeros(rows, 2048, dtype=BF16), torch.zeros(outputs, 2048, dtype=BF16)
-        tile = tile_for(rows, outputs, segments_of(outputs, 2048), 2, boxed, 132)
+        tile = tile_for(rows, outputs, 2048, segments_of(outputs, 2048), 2, boxed, 132)
         invariant_matmul(x, weight, partials=partials, tile=tile)
     x, weight = torch.zeros(33, 1024, dtype=BF16), torch.zeros(32768, 1024, dtype=BF16)
     invariant_gated_matmul(x, weight, partials=partials, tile=gated_tile(33, 2, boxed))
@@ -99,7 +99,7 @@ def step_ends(capability: int) -> None:
 
 
 def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
-    """With the cut of rows and shared prefixes; for the oldest, the kernel without them."""
+    """With the cut of rows and, for the newest, shared prefixes."""
     shape = shape or LAYERS[capability]
     q, kv, tables, sink = _rows(shape, dtype)
     numbers = torch.zeros(4, 8, dtype=torch.int32)
@@ -110,7 +110,7 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
     counts, column = numbers[3, :2], torch.zeros(4, dtype=torch.int32)
     cut_pieces(numbers[0], column, numbers, counts, column, column)
     prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles, counts[1:], 2)
-    shared = capability != 80
+    shared = capability == 100
     tiles = decode_config(shape.block_d, dtype.itemsize, shared)
     rest = (states[0], numbers, shape, tiles, sink, states[1] if shared else None)
     decode_attention(q, kv, tables, numbers[0], numbers, torch.zeros_like(q), *rest)

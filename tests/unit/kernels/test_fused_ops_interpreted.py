@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -170,9 +171,9 @@ def test_invariant_gated_products(rows, tile):
 def test_segments_follow_from_the_weight():
     assert [segments_of(*shape) for shape in ((4096, 4096), (4096, 12288), (6144, 4096))] == [4, 4, 4]
     assert [segments_of(*shape) for shape in ((24576, 4096), (151936, 4096), (576, 576), (1024, 1024))] == [1, 1, 1, 2]
-    for rows in (1, 64, 65, 200, 9000):
+    for rows, inputs in itertools.product((1, 64, 65, 200, 9000), (4096, 12288)):
         for segments in (1, 4):
             for itemsize, boxed in ((2, True), (2, False), (4, False)):
-                tile = tile_for(rows, 4096, segments, itemsize, boxed, 132)
+                tile = tile_for(rows, 4096, inputs, segments, itemsize, boxed, 132)
                 assert SEGMENT_MULTIPLE % tile.inputs == 0, "segments are whole tiles"
                 assert boxed or not (tile.boxed or tile.stream)

@@ -14,15 +14,18 @@ from engine.scheduler.scheduler import Scheduler
 from lora.versions import AdapterVersion
 
 
-def follow(
-    groups: Iterable[Group], scheduler: Scheduler, adapters: Adapters, old: AdapterVersion, new: AdapterVersion
-) -> None:
-    """Move the groups that chose so from one version to the other, between two steps. The loop is settled.
+def followers(groups: Iterable[Group], old: AdapterVersion) -> list[Group]:
+    """Those that hold the version and chose to go on with the next one."""
+    return [group for group in groups if _follows(group.lease, old)]
+
+
+def follow(groups: list[Group], scheduler: Scheduler, adapters: Adapters, new: AdapterVersion) -> None:
+    """Move followers to another version, between two steps. The loop is settled.
 
     Whoever keeps its keys and values goes on in the next step, which needs the new version on the device:
     where there is no room for it now, they are computed again like those of the others.
     """
-    moving = {id(group): group for group in groups if _follows(group.lease, old)}
+    moving = {id(group): group for group in groups}
     scheduler.reset_prefills(lambda prefill: id(prefill.group) in moving)
     for group in moving.values():
         assert group.lease is not None

@@ -22,8 +22,9 @@ import torch
 from engine.cache.prefix_cache import PrefixCache
 from engine.errors import Conflict, InvalidRequest, NotFound, SparkrollError, TooLarge, Unsupported
 from engine.models.decoder import CausalLM
-from engine.types import AdapterRef, AdapterReport
+from engine.types import AdapterRef, AdapterReport, AdapterUpdate
 from engine.validation import check_id
+from engine.weights.named_tensors import tensors_of
 from lora.config import LIMITS, AdapterConfig
 from lora.device_pool import BASE, DevicePool
 from lora.errors import AdapterConflict, AdapterError, AdapterMemory, InvalidAdapter, UnknownAdapter, UnsupportedAdapter
@@ -142,6 +143,10 @@ class Adapters:
                 raise AdapterMemory("adapters.device_mib", f"room for {packed.num_bytes} bytes", f"{room} bytes")
         return PreparedAdapter(weights.digest, packed)
 
+    def prepare_update(self, update: AdapterUpdate) -> PreparedAdapter:
+        """The same from raw bytes."""
+        return self.prepare(update.config, tensors_of(update.tensors))
+
     def prepare_folder(self, folder: str | Path) -> PreparedAdapter:
         with _translated():
             config, tensors = read_folder(Path(folder))
@@ -155,27 +160,33 @@ class Adapters:
         self.residency.prefetch(version)
         return _report(version)
 
-    def publish(self, name: str, rev: int) -> AdapterReport:
+    def publish(self, name: str, rev: int, keep_previous: bool = False) -> AdapterReport:
         """Phase two: from now on the name leads to the staged revision. The one before serves the requests
-        that hold it, then ends."""
+        that hold it, then ends; with `keep_previous` others may still ask for it by its number."""
         with _translated():
             version = self._registry.staged(name, rev)
             previous = self._registry.publish(version, keep_previous=True)
         if previous is not None:
             if self._on_publish is not None:
                 self._on_publish(previous, version)
-            self._registry.retire(name, previous.rev)
+            if not keep_previous:
+                self._registry.retire(name, previous.rev)
         return _report(version)
+
+    def check_publishable(self, name: str, rev: int) -> None:
+        """Raise what `publish` would."""
+        with _translated():
+            self._registry.check_publishable(self._registry.staged(name, rev))
 
     def discard(self, name: str, rev: int) -> None:
         """Drop a staged revision; its number is not used again."""
         with _translated():
             self._registry.discard(self._registry.staged(name, rev))
 
-    def retire(self, name: str) -> None:
-        """Let no further request find the policy. Those that hold it run to their end."""
+    def retire(self, name: str, rev: int | None = None) -> None:
+        """Let no further request find the policy, or one revision of it. Those that hold it run to their end."""
         with _translated():
-            self._registry.retire(name)
+            self._registry.retire(name, rev)
 
     @property
     def current(self) -> dict[str, int]:
@@ -185,6 +196,10 @@ class Adapters:
     @property
     def versions(self) -> list[AdapterVersion]:
         return self._registry.versions
+
+    def reports(self) -> list[AdapterReport]:
+        """All revisions that have not been freed, by name and number."""
+        return [_report(version) for version in self._registry.versions]
 
     # --- for the engine ---------------------------------------------------------------------------
 

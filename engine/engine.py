@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.adapter_switch import follow
+from engine.adapter_switch import follow, followers
+from engine.adapters import PreparedAdapter
 from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts
 from engine.collector import Collector
@@ -34,6 +35,7 @@ from engine.scheduler.prefill import ScoreTask
 from engine.scheduler.scheduler import Scheduler
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
     GroupOutput,
     GroupRequest,
     NamedTensor,
@@ -235,6 +237,13 @@ class Engine:
     def update_stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
         return self._updates.stage_folder(txn, folder)
 
+    def update_stage_adapter(
+        self, txn: str, name: str, prepared: PreparedAdapter, rev: int | None = None, keep_previous: bool = False
+    ) -> AdapterReport:
+        """A LoRA policy's next revision, to be published by the same commit. Requests that run on and chose to
+        finish keep their revision under the new base."""
+        return self._updates.stage_adapter(txn, name, prepared, rev, keep_previous)
+
     def update_commit(self, txn: str) -> UpdateReport:
         """Between two steps: old version before, new one after. Repeating a commit that
         succeeded returns its report.
@@ -348,8 +357,9 @@ class Engine:
         return group
 
     def _follow_adapter(self, old: AdapterVersion, new: AdapterVersion) -> None:
-        self._loop.settle()
-        follow(self._groups.values(), self._scheduler, self.adapters, old, new)
+        if followers(self._groups.values(), old):
+            self._loop.settle()  # which may end some of them
+            follow(followers(self._groups.values(), old), self._scheduler, self.adapters, new)
 
     def _abort_all(self) -> int:
         held = sum(group.unfinished for group in self._groups.values())

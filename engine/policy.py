@@ -69,6 +69,11 @@ class PolicyState:
         self.require(txn).stage_folder(folder)
         return self._touch()
 
+    def touch(self, txn: str) -> None:
+        """The sender of the open transaction, which must be `txn`, is not silent."""
+        self.require(txn)
+        self._touch()
+
     def prepare(self, txn: str) -> tuple[UpdateBegin, PreparedUpdate]:
         """Last checks before anything live changes. A failure ends the transaction."""
         transaction = self.require(txn)

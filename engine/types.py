@@ -11,7 +11,7 @@ Replies leave fields at their default value off the wire; reading puts them back
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -98,6 +98,17 @@ class AdapterReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     references: int = 0
 
 
+class AdapterUpdateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a new revision did. `pause_ms` is how long steps waited for it. One that was staged for an open
+    update is `staged` until that commits. A fleet's report also gives the revision each engine has and
+    the engines that failed to take it and serve nothing until replaced."""
+
+    adapter: AdapterReport
+    pause_ms: float
+    engines: dict[str, int] = msgspec.field(default_factory=dict)
+    fenced: list[str] = msgspec.field(default_factory=list)
+
+
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """New tokens [start, end) that one policy version sampled.
 
@@ -124,6 +135,15 @@ class SampleResume(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     spans: list[Span] = msgspec.field(default_factory=list)
 
 
+class DraftWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Bounds of the drafts that a step verifies for each sample of a request. At least `least` wherever it
+    is drafted for at all, as far as its end and the pages allow; at most `most` (None: what the engine
+    allows, 0: none are made). They change speed and no token of the coupled rule."""
+
+    least: int = 0
+    most: int | None = None
+
+
 class GroupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
     """`n` samples of one prompt.
 
@@ -131,6 +151,7 @@ class GroupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     `group_id/index`. `cache_salt` separates cache entries between callers and is never joined
     with any other part of the cache key. With `resume`, exactly the listed sample indices of
     the group run, each from where it was left; the reply then holds only the continuation.
+    `domain` names the kind of traffic that speculation counts it as.
     """
 
     group_id: str
@@ -143,6 +164,8 @@ class GroupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     session_id: str | None = None
     min_policy_version: int | None = None
     resume: list[SampleResume] | None = None
+    draft_window: DraftWindow | None = None
+    domain: str = ""
 
 
 class CacheHit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -310,6 +333,16 @@ class NamedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     dtype: str
     shape: list[int]
     data: np.ndarray
+
+
+class AdapterUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """One revision of a LoRA policy, whole. `config` is peft's configuration, `tensors` have the names peft
+    saves them under. `rev` None is the next one."""
+
+    name: str
+    config: dict[str, Any]
+    tensors: list[NamedTensor]
+    rev: int | None = None
 
 
 class UpdateProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""Updates of what an engine serves: its policy and, where there is one, its drafter.
+"""Updates of what an engine serves: its policy, its drafter where there is one, adapters in the same go.
 
-Owns which module an update is of, and what a new version does to running work, the cache and what was
-learnt of acceptance. Ignores staging and checks (`engine.policy`, `engine.weights.transaction`).
+Owns which module an update is of, which adapters are published with it, and what a new version does to
+running work, the cache and what was learnt of acceptance. Ignores staging and checks (`engine.policy`, `engine.weights.transaction`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters import PreparedAdapter
 from engine.build import Parts
 from engine.errors import Conflict, Paused, SparkrollError, Unsupported
 from engine.pausing import PauseState
 from engine.policy import Module, PolicyState
 from engine.scheduler.scheduler import Scheduler
-from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from engine.types import AdapterReport, NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 from engine.weights.digest import model_digest
 from engine.weights.transaction import PreparedUpdate
 
@@ -39,6 +40,9 @@ class Updates:
         self._settle = settle
         self._fail_all = fail_all
         self._last_commit: tuple[str, UpdateReport] | None = None
+        self._with: list[tuple[str, str, int, bool]] = []
+        """Adapters that await the commit of a transaction: its name, theirs, revision, whether the one before
+        stays addressable."""
         self.policy = PolicyState(parts.model)
         self.drafter = None if parts.drafter_model is None else PolicyState(parts.drafter_model, "drafter")
         self._modules = [self.policy] if self.drafter is None else [self.policy, self.drafter]
@@ -56,6 +60,8 @@ class Updates:
     def expire(self) -> None:
         for module in self._modules:
             module.expire()
+        if self._with:
+            self._discard_adapters()
 
     def begin(self, begin: UpdateBegin) -> UpdateProgress:
         if not self._parts.memory.weights_resident:
@@ -77,8 +83,18 @@ class Updates:
     def stage_folder(self, txn: str, folder: Path) -> UpdateProgress:
         return self._of(txn).stage_folder(txn, folder)
 
+    def stage_adapter(
+        self, txn: str, name: str, prepared: PreparedAdapter, rev: int | None, keep_previous: bool = False
+    ) -> AdapterReport:
+        """Stage a revision that is published when `txn` commits, and discarded when it ends otherwise."""
+        self._of(txn).touch(txn)
+        report = self._parts.adapters.stage(name, prepared, rev)
+        self._with.append((txn, name, report.rev, keep_previous))
+        return report
+
     def rollback(self, txn: str) -> None:
         self._of(txn).rollback(txn)
+        self._discard_adapters()
 
     def commit(self, txn: str) -> UpdateReport:
         if self._last_commit is not None and self._last_commit[0] == txn != self.pending:
@@ -86,17 +102,22 @@ class Updates:
         began, counters = time.perf_counter(), self._parts.counters
         commit = self._commit_policy if self._of(txn) is self.policy else self._commit_drafter
         try:
+            adapters = self._adapters_of(txn)
             prepared, flushed, retracted = commit(txn)
         except SparkrollError:
             counters.updates_failed += 1
+            self._discard_adapters()
             raise
+        for name, rev, keep_previous in adapters:
+            self._parts.adapters.publish(name, rev, keep_previous)
+        self._with = []
         pause_ms = (time.perf_counter() - began) * 1e3
         counters.updates += 1
         counters.update_pause_ms += pause_ms
         report = UpdateReport(
             policy_version=self.policy.version,
             drafter_version=self.drafter_version,
-            loaded=prepared.loaded,
+            loaded=prepared.loaded | ({"adapters": len(adapters)} if adapters else {}),
             pause_ms=pause_ms,
             flushed_tokens=flushed,
             retracted=retracted,
@@ -118,6 +139,25 @@ class Updates:
     def _of(self, txn: str) -> PolicyState:
         """Whose transaction this is; the policy's where nobody knows it."""
         return next((module for module in reversed(self._modules) if module.knows(txn)), self.policy)
+
+    def _adapters_of(self, txn: str) -> list[tuple[str, int, bool]]:
+        """Those to publish with `txn`, in the order they came; whatever keeps one from it is raised before
+        anything live changes."""
+        found = [entry[1:] for entry in self._with if entry[0] == txn]
+        newest: dict[str, int] = {}
+        for name, rev, _ in found:
+            if rev < newest.get(name, 0):
+                raise Conflict(field="rev", expected=f"more than {newest[name]} of {name!r}", actual=rev)
+            newest[name] = rev
+            self._parts.adapters.check_publishable(name, rev)
+        return found
+
+    def _discard_adapters(self) -> None:
+        """Drop adapters whose transaction is over."""
+        over = [entry for entry in self._with if entry[0] != self.pending]
+        self._with = [entry for entry in self._with if entry[0] == self.pending]
+        for _, name, rev, _ in over:
+            self._parts.adapters.discard(name, rev)
 
     def _commit_policy(self, txn: str) -> tuple[PreparedUpdate, int, int]:
         """What was loaded, tokens flushed, samples retracted."""

@@ -48,16 +48,21 @@ class Registry:
     def publish(self, version: AdapterVersion, keep_previous: bool = False) -> AdapterVersion | None:
         """Let the name lead to a staged version from now on: the previous one, if any. It retires
         unless it is to stay addressable by its revision."""
-        if version.state is not State.STAGED:
-            raise AdapterConflict("rev", "a staged revision", version)
+        self.check_publishable(version)
         previous = self._current.get(version.name)
-        if previous is not None and previous.rev > version.rev:
-            raise AdapterConflict("rev", f"more than the current {previous.rev}", version.rev)
         version.state = State.LIVE
         self._current[version.name] = version
         if previous is not None and not keep_previous:
             self._retire(previous)
         return previous
+
+    def check_publishable(self, version: AdapterVersion) -> None:
+        """Raise unless the version is staged and newer than its name's present one."""
+        if version.state is not State.STAGED:
+            raise AdapterConflict("rev", "a staged revision", version)
+        previous = self._current.get(version.name)
+        if previous is not None and previous.rev > version.rev:
+            raise AdapterConflict("rev", f"more than the current {previous.rev}", version.rev)
 
     def discard(self, version: AdapterVersion) -> None:
         """Drop a staged version. Its number is not used again."""

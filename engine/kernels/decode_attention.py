@@ -32,11 +32,7 @@ from engine.kernels.attention_tile import (
     store_state,
     tile_rows,
 )
-from engine.kernels.early import await_inputs, is_early, options, prefetch_lines, release_next
-
-PREFETCHED = 64
-"""Tokens of a program that are asked for before its query is there."""
-
+from engine.kernels.early import await_inputs, is_early, options, release_next
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -126,22 +122,6 @@ def decode_reference(
     return out_BNH
 
 
-@triton.jit
-def _prefetch_tokens(
-    kv_ptr, table_ptr, lo, hi, TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Ask for the keys and values of the first of tokens [lo, hi) in the level-2 cache."""
-    LINE: tl.constexpr = 1024 // kv_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
-    token_N = tl.maximum(tl.minimum(lo + tl.arange(0, TOKENS), hi - 1), 0)
-    slot_N = tl.load(table_ptr + token_N // PAGE).to(tl.int64) * PAGE + token_N % PAGE
-    at_N = kv_ptr + slot_N * (2 * KV_HEADS * HEAD_DIM)
-    for line in tl.static_range(LINES):
-        prefetch_lines(at_N + line * LINE, EARLY)
-        prefetch_lines(at_N + KV_HEADS * HEAD_DIM + line * LINE, EARLY)
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "prefix_rows"],
     do_not_specialize_on_alignment=[
@@ -182,7 +162,6 @@ def _decode_kernel(
     SINK: tl.constexpr,
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -190,18 +169,13 @@ def _decode_kernel(
     item = tl.program_id(1)
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
-    lo = tl.load(item_ptr + 1)
-    hi = tl.load(item_ptr + 2)
     if not SHARED:
-        if EARLY and PREFETCH > 0:
-            _prefetch_tokens(
-                kv_ptr + kv_head * HEAD_DIM, tables_ptr + tl.maximum(row, 0).to(tl.int64) * table_stride, lo, hi,
-                PREFETCH, KV_HEADS, HEAD_DIM, PAGE, EARLY,
-            )  # fmt: skip
         await_inputs(EARLY)
         release_next(EARLY)
     if row < 0:
         return
+    lo = tl.load(item_ptr + 1)
+    hi = tl.load(item_ptr + 2)
     split = tl.load(item_ptr + 3)
     splits = tl.load(item_ptr + 4)
     _query_M, head_M, mask_M, mask_MD = tile_rows(kv_head, 1, HEADS, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -313,7 +287,6 @@ def decode_attention(
         SINK=sink_N is not None,
         SHARED=shared,
         EARLY=early,
-        PREFETCH=0 if shape.window else PREFETCHED,
         BLOCK_M=max(16, power_of_two(shape.group)),
         BLOCK_N=config.block_n,
         **config.options,

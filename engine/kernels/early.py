@@ -25,7 +25,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from lora.kernels.early import is_early, options
 
-__all__ = ["await_inputs", "is_early", "options", "prefetch", "prefetch_lines", "release_next"]
+__all__ = ["await_inputs", "is_early", "options", "prefetch", "release_next"]
 
 
 @triton.jit
@@ -58,21 +58,6 @@ def prefetch(base_ptr, bytes, EARLY: tl.constexpr):
             }""",
             "=r,l,r",
             args=[base_ptr.to(tl.uint64, bitcast=True), bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def prefetch_lines(at_ptr, EARLY: tl.constexpr):
-    """Ask for the 128 bytes around each of a tensor of addresses in the level-2 cache. A hint as above, and
-    as that cache is where writes arrive, one that may come before a write."""
-    if EARLY:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            args=[at_ptr.to(tl.uint64, bitcast=True)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -35,14 +35,15 @@ Mix = Callable[[torch.Tensor], torch.Tensor]
 """qkv_TE -> out_TE of one layer."""
 
 FEW_ROWS = 64
-FEW_WIDE_ROWS = 64
+FEW_WIDE_ROWS = 32
+"""Rows up to which own products are faster than cuBLAS where the hidden width is no longer small."""
 SMALL = 2048
 """Hidden width below which launches cost more than reading the weights: measured at 1,024 and 4,096."""
 
 
 class Rows(Enum):
     """How a step is computed: one row by matrix-vector products, few rows of a small model by products
-    that fuse what stands between them, anything else by cuBLAS and kernels in between. Where each
+    that fuse what stands between them, anything else by products and kernels in between. Where each
     begins was measured (docs/performance.md)."""
 
     ONE = "one"
@@ -57,6 +58,10 @@ class FusedForward:
     def __init__(self, model: DenseDecoderLM, kv_pool: KVPool, deterministic: bool = False) -> None:
         if deterministic and model.parallel.size > 1:
             raise Unsupported(field="deterministic", expected="one rank", actual=f"{model.parallel.size} ranks")
+        if not model.spec.uniform:
+            raise Unsupported(
+                field="architecture", expected="a decoder of plain norms and one rope", actual=model.spec.architecture
+            )
         self._deterministic = deterministic
         self._partials = Partials.empty(kv_pool.device)
         self._model = model

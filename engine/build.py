@@ -128,7 +128,7 @@ def make_speculation(
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
-    if backend.name in ("triton", "flashinfer"):
+    if backend.name in ("triton", "flashinfer") and model.spec.uniform:
         from engine.attention.triton import TritonAttention
 
         assert isinstance(backend, TritonAttention)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams, SchedulerConfig, Want
 from engine.types import NamedTensor, TensorSpec, UpdateBegin
@@ -46,8 +46,8 @@ def save_tiny(folder: Path, seed: int = 0, kind: str = "llama", **overrides) -> 
         eos_token_id=None,
         pad_token_id=None,
     )
-    config_kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-    model = AutoModelForCausalLM.from_config(config_kind(**(shape | overrides)), dtype=torch.float32)
+    config = AutoConfig.for_model(kind, **(shape | overrides))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
 

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation.
 
 Owns the norm's weight and its rounding: statistics in fp32, the normalised value rounded to the
-model's dtype before the weight multiplies it, as the published models were trained.
+model's dtype before the weight multiplies it (after, in unit norms), as the published models were trained.
 """
 
 from __future__ import annotations
@@ -29,3 +29,15 @@ class RMSNorm(nn.Module):
         return wide.mul_(scale).to(x.dtype).mul_(self.weight)
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token
+
+
+class UnitRMSNorm(RMSNorm):
+    """Multiplies by 1 + weight in fp32 and rounds once, after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, length, length, value=self.inverse_width).rsqrt_()
+        return (wide * scale * (1.0 + self.weight.float())).to(x.dtype)
+
+    __call__ = forward

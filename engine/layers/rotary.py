@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from engine.models.spec import RopeSpec
+from engine.models.shape import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -6,7 +6,7 @@ adapters.
 
 from __future__ import annotations
 
-from engine.models.spec import ModelSpec
+from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
 from lora.geometry import Geometry, Kind, Part, Site, Split
 
@@ -15,19 +15,20 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
     """The embedding, then each layer's four products, then the head."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sites = [Site(spec.vocab_size, (Part("model.embed_tokens", spec.hidden),), Kind.EMBEDDING)]
+    names = spec.names
     for index in range(spec.num_layers):
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        layer = f"model.layers.{index}"
         qkv = (
-            Part(f"{attention}.q_proj", q_width),
-            Part(f"{attention}.k_proj", kv_width),
-            Part(f"{attention}.v_proj", kv_width),
+            Part(f"{layer}.{names.q}", q_width),
+            Part(f"{layer}.{names.k}", kv_width),
+            Part(f"{layer}.{names.v}", kv_width),
         )
-        gates = Part(f"{mlp}.gate_proj", spec.intermediate), Part(f"{mlp}.up_proj", spec.intermediate)
+        gates = Part(f"{layer}.{names.gate}", spec.intermediate), Part(f"{layer}.{names.up}", spec.intermediate)
         sites += [
             Site(spec.hidden, qkv, split=Split.OUTPUTS),
-            Site(q_width, (Part(f"{attention}.o_proj", spec.hidden),), split=Split.INPUTS),
+            Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
             Site(spec.hidden, gates, split=Split.OUTPUTS),
-            Site(spec.intermediate, (Part(f"{mlp}.down_proj", spec.hidden),), split=Split.INPUTS),
+            Site(spec.intermediate, (Part(f"{layer}.{names.down}", spec.hidden),), split=Split.INPUTS),
         ]
     sites.append(Site(spec.hidden, (Part("lm_head", spec.vocab_size),), Kind.HEAD))
     return Geometry(tuple(sites), parallel.rank, parallel.size)

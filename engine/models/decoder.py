@@ -1,7 +1,7 @@
-"""The decoder that dense architectures share: embedding, attention and gated blocks, head.
+"""The decoder that architectures share: embedding, layers of a mixer and a block, head.
 
-Owns the forward pass and the parameters' names. Ignores what differs between architectures
-beyond the spec's switches, and which tokens run (`engine.batch`).
+Owns the forward pass and the parameters' names. Architectures are specs: what differs is a switch or
+a kind of layer, never a copy of this file. Ignores which tokens run (`engine.batch`).
 
 Shapes: T tokens, D hidden, N query heads, K key/value heads, H head size, I intermediate,
 R rows of logits, V vocabulary.
@@ -18,11 +18,11 @@ from torch import nn
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
 from engine.memory.kv_pool import KVPool
 from engine.models.adapter_sites import dense_geometry
-from engine.models.spec import ModelSpec
+from engine.models.shape import Activation, ModelSpec, RopeSpec
 from engine.parallel import TensorParallel
 from engine.weights.mapping import WeightMap
 from lora.geometry import Geometry
@@ -52,6 +52,10 @@ class CausalLM(Protocol):
     def base_weight(self, module: str) -> torch.Tensor | None: ...
 
 
+def make_norm(spec: ModelSpec, width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    return (UnitRMSNorm if spec.unit_norms else RMSNorm)(width, spec.rms_eps, dtype, device)
+
+
 class Attention(nn.Module):
     def __init__(
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
@@ -67,8 +71,10 @@ class Attention(nn.Module):
             spec.hidden, (q_width, kv_width, kv_width), spec.attention_bias, dtype, device, parallel
         )
         self.o_proj = RowParallelLinear(q_width, spec.hidden, spec.attention_bias, dtype, device, parallel)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype, device) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype, device) if spec.qk_norm else None
+        self.q_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
+        self.query_factor = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
+        """On top of the backend's scale of head_dim ** -0.5."""
 
     def forward(
         self,
@@ -85,6 +91,8 @@ class Attention(nn.Module):
             qkv_THE[:, :heads] = self.q_norm(qkv_THE[:, :heads])
             qkv_THE[:, heads:rotated] = self.k_norm(qkv_THE[:, heads:rotated])
         rotary.rotate_(qkv_THE[:, :rotated], cos_T1H, sin_T1H)
+        if self.query_factor != 1.0:
+            qkv_THE[:, :heads] *= self.query_factor
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
         out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer)
         return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
@@ -96,13 +104,16 @@ class GatedMLP(nn.Module):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
         super().__init__()
         width = spec.intermediate
+        self.activation: Activation = spec.activation
         self.width = parallel.share(width, "intermediate_size")
         self.gate_up_proj = ColumnParallelLinear(spec.hidden, (width, width), spec.mlp_bias, dtype, device, parallel)
         self.down_proj = RowParallelLinear(width, spec.hidden, spec.mlp_bias, dtype, device, parallel)
 
     def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         gate_up_TI = self.gate_up_proj(x_TD, adapters)
-        return self.down_proj(F.silu(gate_up_TI[:, : self.width]).mul_(gate_up_TI[:, self.width :]), adapters)
+        gate_TI = gate_up_TI[:, : self.width]
+        gate_TI = F.silu(gate_TI) if self.activation == "silu" else F.gelu(gate_TI, approximate="tanh")
+        return self.down_proj(gate_TI.mul_(gate_up_TI[:, self.width :]), adapters)
 
     __call__ = forward
 
@@ -112,10 +123,12 @@ class DecoderLayer(nn.Module):
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+        self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
         self.self_attn = Attention(spec, layer, dtype, device, parallel)
-        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+        self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
         self.mlp = GatedMLP(spec, dtype, device, parallel)
+        self.mixed_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
+        self.added_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
 
     def forward(
         self,
@@ -127,8 +140,10 @@ class DecoderLayer(nn.Module):
         adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         """Adds to `x_TD` in place and returns it."""
-        x_TD += self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
-        x_TD += self.mlp(self.post_attention_layernorm(x_TD), adapters)
+        mixed_TD = self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
+        x_TD += mixed_TD if self.mixed_norm is None else self.mixed_norm(mixed_TD)
+        added_TD = self.mlp(self.post_attention_layernorm(x_TD), adapters)
+        x_TD += added_TD if self.added_norm is None else self.added_norm(added_TD)
         return x_TD
 
     __call__ = forward
@@ -141,14 +156,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype, device, parallel) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden, spec.rms_eps, dtype, device)
+        self.norm = make_norm(spec, spec.hidden, dtype, device)
 
 
 class DenseDecoderLM(nn.Module):
     """A causal language model with uninitialised parameters, ready to be loaded.
 
-    `weight_map` names every checkpoint tensor it takes. Dense architectures subclass nothing:
-    they build one of these from their spec and their map.
+    `weight_map` names every checkpoint tensor it takes. `rotary` is the model's rope; layers that have
+    their own find theirs in `rotaries`.
     """
 
     def __init__(
@@ -163,7 +178,13 @@ class DenseDecoderLM(nn.Module):
         self.spec = spec
         self.parallel = parallel
         self.weight_map = weight_map
-        self.rotary = Rotary(spec.rope, spec.head_dim, spec.context_len, dtype, device)
+        ropes = [layer.rope or spec.rope for layer in spec.layers]
+        kinds = dict.fromkeys([spec.rope, *ropes])
+        self.rotaries = {kind: Rotary(kind, spec.head_dim, spec.context_len, dtype, device) for kind in kinds}
+        self.rotary = self.rotaries[spec.rope]
+        self._ropes: list[RopeSpec] = ropes
+        scale = spec.embed_scale
+        self._embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype, device=device)
         self.model = Decoder(spec, dtype, device, parallel)
         self.lm_head = None if spec.tied else Embedding(spec.vocab_size, spec.hidden, dtype, device)
         self.adapter_sites = dense_geometry(spec, parallel)
@@ -189,9 +210,12 @@ class DenseDecoderLM(nn.Module):
         x_TD = self.model.embed_tokens(batch.input_ids_T)
         if adapters is not None:
             adapters.add_embedding_(0, batch.input_ids_T, x_TD)
-        cos_T1H, sin_T1H = self.rotary.at(batch.positions_T)
+        if self._embed_scale is not None:
+            x_TD *= self._embed_scale
+        angles = {rope: rotary.at(batch.positions_T) for rope, rotary in self.rotaries.items()}
         for index, layer in enumerate(self.model.layers):
-            x_TD = layer(x_TD, self.rotary, cos_T1H, sin_T1H, backend, adapters)
+            rope = self._ropes[index]
+            x_TD = layer(x_TD, self.rotaries[rope], *angles[rope], backend, adapters)
             if capture is not None and index in capture:
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)
@@ -204,7 +228,8 @@ class DenseDecoderLM(nn.Module):
         logits_RV = head.project(hidden_RD, part).float()
         if adapters is not None:
             adapters.add_(len(self.adapter_sites.sites) - 1, hidden_RD, logits_RV, part)
-        return logits_RV
+        cap = self.spec.logit_softcap
+        return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
     def base_weight(self, module: str) -> torch.Tensor | None:
         """The weight of a module that peft saves whole beside its factors."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from engine.models.decoder import DenseDecoderLM
-from engine.models.dense_map import dense_weight_map
-from engine.models.spec import ModelSpec
-from engine.parallel import TensorParallel
+from engine.models.family import Family
+from engine.models.llama import plain_layers
 
 
-def build_qwen3(spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> DenseDecoderLM:
-    assert spec.qk_norm, "Qwen3 norms queries and keys"
-    return DenseDecoderLM(spec, dense_weight_map(spec), dtype, device, parallel)
+def _describe(config: dict[str, Any]) -> dict[str, Any]:
+    return plain_layers(config) | {"head_dim": config.get("head_dim") or 128, "qk_norm": True}
+
+
+QWEN3 = Family("Qwen3ForCausalLM", "qwen3", _describe)

@@ -1,20 +1,17 @@
-"""Which file builds which architecture.
+"""From a spec to a model.
 
-Owns the table from architecture names to builders. Ignores loading: parameters are uninitialised.
+Owns the one way a model is built. Architectures differ in their specs alone (`engine.models.spec`
+lists them). Ignores loading: parameters are uninitialised.
 """
 
 from __future__ import annotations
 
 import torch
 
-from engine.errors import Unsupported
 from engine.models.decoder import CausalLM, DenseDecoderLM
-from engine.models.llama import build_llama
-from engine.models.qwen3 import build_qwen3
-from engine.models.spec import ModelSpec
+from engine.models.shape import ModelSpec
+from engine.models.weight_map import decoder_weight_map
 from engine.parallel import SINGLE, TensorParallel
-
-_BUILDERS = {"LlamaForCausalLM": build_llama, "Qwen3ForCausalLM": build_qwen3}
 
 
 def build_model(
@@ -23,11 +20,8 @@ def build_model(
     device: torch.device | str = "cpu",
     parallel: TensorParallel = SINGLE,
 ) -> DenseDecoderLM:
-    """A model of the spec's architecture with uninitialised parameters; `dtype` None is the spec's."""
-    builder = _BUILDERS.get(spec.architecture)
-    if builder is None:
-        raise Unsupported(field="architecture", expected=f"one of {sorted(_BUILDERS)}", actual=spec.architecture)
-    return builder(spec, dtype or spec.dtype, torch.device(device), parallel)
+    """A model of the spec with uninitialised parameters; `dtype` None is the spec's."""
+    return DenseDecoderLM(spec, decoder_weight_map(spec), dtype or spec.dtype, torch.device(device), parallel)
 
 
 __all__ = ["CausalLM", "build_model"]

@@ -19,7 +19,12 @@ from engine.models.registry import build_model
 from engine.models.spec import spec_from_config
 from engine.runner.model_runner import ModelRunner
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 def tiny_reference(model_type: str, seed: int = 0, **overrides):

@@ -79,6 +79,31 @@ def test_what_is_not_built_is_refused_by_name(change, error: type[SparkrollError
     assert caught.value.expected is not None
 
 
+def test_gemma3_reads_old_and_new_spellings_alike() -> None:
+    base = {
+        **BASE,
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "hidden_size": 64,
+    }
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    old = spec_from_config({**base, "sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 5e3})
+    ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e3, "rope_type": "default"}}
+    new = spec_from_config({**base, "layer_types": kinds, "rope_parameters": ropes})
+    assert old == new
+    assert [layer.window for layer in new.layers] == [9, 9, None]
+    assert [(layer.rope or new.rope).theta for layer in new.layers] == [5e3, 5e3, 1e6]
+    assert (new.embed_scale, new.query_scale, new.activation, new.uniform) == (8.0, 1 / 16, "gelu_tanh", False)
+    for change in (
+        {"attn_logit_softcapping": 50.0},
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": True},
+    ):
+        with pytest.raises(Unsupported, match=next(iter(change))):
+            spec_from_config({**base, **change})
+
+
 def test_unreadable_folders_are_typed_errors(tmp_path) -> None:
     with pytest.raises(InvalidRequest, match=r"config\.json"):
         read_spec(tmp_path)

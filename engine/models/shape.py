@@ -1,0 +1,117 @@
+"""What a model is: values that every layer, pool and backend reads.
+
+Owns the records and nothing else. Reading them from a configuration is `engine.models.spec`'s, what
+differs between architectures the files' beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding; the fields past `theta` are those of the kinds that use them."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's token mixing. `window` counts the current token; `sink` adds one learned logit
+    per head; `softcap` bounds scores by tanh; `bias` is the extent in tokens of a bias by
+    distance, zero beyond it; `rope` is the layer's own where it differs from the model's."""
+
+    kind: Literal["full"] = "full"
+    window: int | None = None
+    sink: bool = False
+    softcap: float | None = None
+    bias: int | None = None
+    rope: RopeSpec | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its attention is causal softmax over everything before and nothing else."""
+        return self.window is None and not self.sink and self.softcap is None and self.bias is None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What checkpoints call the parts of a decoder; layers' parts without their prefix."""
+
+    input_norm: str = "input_layernorm"
+    block_norm: str = "post_attention_layernorm"
+    mixed_norm: str = ""
+    """Of what the mixer adds, in models that norm it."""
+    added_norm: str = ""
+    """Of what the gated block adds."""
+    final_norm: str = "model.norm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder's shape. `context_len` is the longest sequence it may hold.
+
+    `unit_norms` multiply by 1 + weight and round once, after the weight. With `output_norms` what mixer
+    and block add to the residual is normed first. `query_scale` is what scores are scaled by where that
+    is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh.
+    """
+
+    architecture: str
+    vocab_size: int
+    context_len: int
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    tied: bool
+    eos_ids: tuple[int, ...]
+    dtype: torch.dtype
+    rms_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeSpec = RopeSpec()
+    unit_norms: bool = False
+    output_norms: bool = False
+    activation: Activation = "silu"
+    embed_scale: float | None = None
+    query_scale: float | None = None
+    logit_softcap: float | None = None
+    names: Names = Names()
+
+    @property
+    def uniform(self) -> bool:
+        """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
+        switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
+        return not any(switches) and self.activation == "silu" and all(layer.rope is None for layer in self.layers)

@@ -1,0 +1,58 @@
+"""Models of several layer kinds, served: whatever the cache and the schedule do, tokens are transformers'."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support import (
+    TOLERANCE,
+    ask,
+    assert_sample_is_reference,
+    make_engine,
+    prompt,
+    reference_greedy,
+    reference_logprobs,
+    save_tiny,
+)
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+KINDS = {
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING], "num_hidden_layers": 3}),
+}
+
+pytestmark = pytest.mark.usefixtures("both_loops")
+
+
+@pytest.fixture(scope="session", params=list(KINDS))
+def folder(request, tmp_path_factory):
+    kind, overrides = KINDS[request.param]
+    return save_tiny(tmp_path_factory.mktemp(request.param), seed=4, kind=kind, **overrides)
+
+
+def test_every_hit_depth(folder):
+    """Depths on both sides of pages and of the window: cold and warm are the same."""
+    lengths = (9, 16, 21)
+    reference = {n: reference_greedy(folder, prompt(n), 3) for n in lengths}
+    logprobs = {n: reference_logprobs(folder, [*prompt(n), *reference[n]])[n:] for n in lengths}
+    for depth in (3, 4, 5, 7, 8, 9, 12, 16, 17):
+        engine = make_engine(folder, prefill_tokens=7)
+        engine.generate([ask("warm", prompt(depth), max_new=1)])
+        for n in lengths:
+            (group,) = engine.generate([ask("g", prompt(n), max_new=3)])
+            assert group.samples[0].ids.tolist() == reference[n]
+            np.testing.assert_allclose(group.samples[0].logprobs, logprobs[n], atol=TOLERANCE)
+            assert group.hit.usable >= min(depth, n - 1) // 4 * 4
+        engine.check()
+
+
+def test_mixed_batches_forks_and_retraction(folder):
+    """A pool too small for all: groups fork, some samples are retracted, and nobody's tokens change."""
+    engine = make_engine(folder, kv_tokens=64, prefill_tokens=16)
+    prompts = [prompt(5 + 4 * i, start=10 + 30 * i) for i in range(4)]
+    groups = engine.generate([ask(f"g{i}", ids, n=2, max_new=14) for i, ids in enumerate(prompts)])
+    assert engine.counters.retractions > 0
+    for ids, group in zip(prompts, groups, strict=True):
+        for sample in group.samples:
+            assert_sample_is_reference(folder, ids, sample, 14)
+    engine.check()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import InvalidRequest, TooLarge
+from engine.errors import InvalidRequest, TooLarge, Unsupported
 from engine.sampling.check import validate_sampling
-from engine.types import AdapterRef, GroupRequest, SampleResume, ScoreRequest
+from engine.types import AdapterRef, DraftWindow, GroupRequest, SampleResume, ScoreRequest
 
 MAX_ID_BYTES = 512
 MAX_SAMPLES = 4096
@@ -21,23 +21,28 @@ MAX_SAMPLES = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one sequence may be. `pool_tokens` is what the key/value pool can hold at all."""
+    """What one sequence may be. `pool_tokens` is what the key/value pool can hold at all, `max_drafts` the
+    most drafts of a step, 0 without a drafter."""
 
     vocab_size: int
     context_len: int
     pool_tokens: int
     max_waiting: int
+    max_drafts: int = 0
 
 
 def validate_group(request: GroupRequest, limits: EngineLimits) -> None:
     """Raise a typed error naming the first field that cannot be served."""
     check_id("group_id", request.group_id)
     _check_label("cache_salt", request.cache_salt)
+    _check_label("domain", request.domain)
     check_samples(request.n)
     check_ids("prompt_ids", request.prompt_ids, limits.vocab_size)
     validate_sampling(request.sampling, request.want, limits.vocab_size, request.n)
     check_length("prompt_ids", len(request.prompt_ids), request.sampling.max_new, limits)
     _check_adapter(request.adapter)
+    if request.draft_window is not None:
+        _check_window(request.draft_window, limits.max_drafts)
     start = request.want.prompt_logprobs_from
     if start is not None and not 0 <= start <= len(request.prompt_ids):
         raise InvalidRequest(
@@ -121,6 +126,19 @@ def _check_label(field: str, value: str) -> None:
 def _check_adapter(adapter: AdapterRef | None) -> None:
     if adapter is not None:
         check_id("adapter.name", adapter.name)
+
+
+def _check_window(window: DraftWindow, max_drafts: int) -> None:
+    """Without a drafter a window may only say that nothing be drafted."""
+    for name, value in (("least", window.least), ("most", window.most)):
+        if value is None:
+            continue
+        if value > max_drafts == 0:
+            raise Unsupported(field=f"draft_window.{name}", expected="0, as there is no drafter", actual=value)
+        if not 0 <= value <= max_drafts:
+            raise InvalidRequest(field=f"draft_window.{name}", expected=f"0 to {max_drafts}", actual=value)
+    if window.most is not None and window.least > window.most:
+        raise InvalidRequest(field="draft_window.least", expected=f"at most {window.most}", actual=window.least)
 
 
 def _check_resume(request: GroupRequest, resume: list[SampleResume], limits: EngineLimits) -> None:

@@ -22,6 +22,9 @@ from engine.errors import DeadlineExceeded
 from engine.types import (
     AbortOutcome,
     AdapterRef,
+    AdapterReport,
+    AdapterUpdateReport,
+    DraftWindow,
     GroupOutput,
     GroupRequest,
     NamedTensor,
@@ -69,6 +72,8 @@ def generate_call(
     min_policy_version: int | None = None,
     group_id: str | None = None,
     resume: list[SampleResume] | None = None,
+    draft_window: DraftWindow | None = None,
+    domain: str = "",
     op_id: str | None = None,
     timeout_s: float | None = None,
 ) -> GenerateCall:
@@ -87,6 +92,8 @@ def generate_call(
         session_id=session_id,
         min_policy_version=min_policy_version,
         resume=resume,
+        draft_window=draft_window,
+        domain=domain,
     )
     chat = None
     if messages is not None:

@@ -170,8 +170,11 @@ class Record:
         for sample, known in zip(step.samples[:rows], chances, strict=True):
             if known:
                 self._estimate.observe(sample.group.arrival, sample.order, known)
-        expected = sum(float(step.survival_BG[b, :count].sum()) for b, count in enumerate(verified))
-        self.switch.observe(step.plan.step, expected, sum(verdict.num_accepted[:rows]), sum(verified))
+        expected = [float(step.survival_BG[b, :count].sum()) for b, count in enumerate(verified)]
+        self.switch.observe(step.plan.step, sum(expected), sum(verdict.num_accepted[:rows]), sum(verified))
+        for b, anchor in enumerate(step.anchors[:rows]):
+            outcome = (expected[b], verdict.num_accepted[b], verified[b])
+            self.switch.observe_length(step.plan.step, anchor + 1, *outcome)
         if self._online is not None and proposal.confidence_BG is not None:
             self._online.observe(proposal.confidence_BG.double().cpu().numpy(), chances, verified)
             self._rounds += 1

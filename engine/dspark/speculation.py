@@ -151,7 +151,8 @@ class Speculation:
                 self._told[slot] = sample.length - 1
 
     def _windows(self, samples: list[Sample]) -> list[int]:
-        """The most drafts each row may verify, within its length, the contexts and the pages it can get."""
+        """The most drafts each row may verify, within what it asked for, its length, the contexts and the pages
+        it can get."""
         traits = self.drafter.traits
         if self.faulty is not None:
             return [0] * len(samples)
@@ -160,12 +161,23 @@ class Speculation:
         remaining = [sample.remaining for sample in samples]
         most = windows(self.max_drafts, remaining, anchors, self._context_len, context, traits.block)
         for b, sample in enumerate(samples):
+            asked = sample.group.request.draft_window
+            if asked is not None and asked.most is not None:
+                most[b] = min(most[b], asked.most)
+            if self.config.mode == "compact" and not self.record.switch.allows_length(self._step, sample.length):
+                most[b] = 0
             assert sample.sequence is not None
             wanted = anchors[b] + max(traits.block, 1 + most[b])
             if most[b] and not self._pages.reserve(sample.sequence, wanted):
                 room = self._pages.room(sample.sequence) - anchors[b]
                 most[b] = 0 if room < traits.block else min(most[b], room - 1)
         return most
+
+    def _least(self, samples: list[Sample], most: Sequence[int]) -> np.ndarray:
+        """Drafts of each row that come before all others, int64 [B]."""
+        asked = [sample.group.request.draft_window for sample in samples]
+        least = [max(self.config.least, 0 if window is None else window.least) for window in asked]
+        return np.minimum(np.array(least, dtype=np.int64), np.array(most, dtype=np.int64))
 
     def _plan(self, samples: list[Sample], most: list[int]) -> DraftStep:
         """The step without drafts, but with its budget."""
@@ -179,7 +191,7 @@ class Speculation:
                     for sample, key in zip(samples, keys, strict=True)
                 ]
             )[:, : self.max_drafts],
-            least_B=np.minimum(self.config.least, most),
+            least_B=self._least(samples, most),
             most_B=np.array(most),
             context_B=context_B,
             tokens_read=_distinct_tokens(samples),
@@ -222,9 +234,9 @@ class Speculation:
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
             self._lagged.note(self._step, [_key(sample) for sample in samples], step.survival_BG)
-        most_B, least_B = torch.tensor(most), torch.tensor(self.config.least)
+        most_B, least_B = torch.tensor(most), torch.from_numpy(self._least(samples, most))
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
-        lens = spend(survival_BG, least_B.clamp(max=most_B), most_B, step.plan.budget).tolist()
+        lens = spend(survival_BG, least_B, most_B, step.plan.budget).tolist()
         rest = [0] * (len(step.samples) - members)
         step.plan = step.plan.spent(lens + rest)
         step.keep = lens + rest

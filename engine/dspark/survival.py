@@ -97,26 +97,55 @@ class DriftAlarm:
 
 
 class DraftSwitch:
-    """Whether drafting is allowed at all: off above `max_rows` requests, and for `cooldown` steps after a
-    drift alarm, twice as long after each. Probes (`engine.dspark.planner`) go on while it is off; a new
-    drafter or policy turns it on again and starts over."""
+    """Whether drafting is allowed: off above `max_rows` requests, for `cooldown` steps after a drift alarm, and
+    for requests of a length at which drafts are lost, twice as long after each alarm. Lengths are told
+    apart by powers of two, as a drafter fails past those it was trained at. Probes (`engine.dspark.planner`)
+    go on while drafting is off, and a length is tried again when its time is over; a new drafter or policy
+    turns everything on again."""
 
     def __init__(self, max_rows: int | None = None, cooldown: int = 256, alarm: DriftAlarm | None = None) -> None:
         self._max_rows = max_rows
-        self._first = self._cooldown = cooldown
-        self._alarm = alarm or DriftAlarm()
-        self._off_until = 0
+        self._cooldown = cooldown
+        self._whole = _Off(alarm or DriftAlarm(), cooldown)
+        self._by_length: dict[int, _Off] = {}
 
     def allows(self, step: int, rows: int) -> bool:
-        return step >= self._off_until and (self._max_rows is None or rows <= self._max_rows)
+        return step >= self._whole.until and (self._max_rows is None or rows <= self._max_rows)
+
+    def allows_length(self, step: int, length: int) -> bool:
+        off = self._by_length.get(length.bit_length())
+        return off is None or step >= off.until
 
     def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
         """A step's expected and actual accepted drafts."""
+        self._whole.observe(step, predicted, accepted, verified)
+
+    def observe_length(self, step: int, length: int, predicted: float, accepted: int, verified: int) -> None:
+        """Those of one request."""
+        place = length.bit_length()
+        if place not in self._by_length:
+            self._by_length[place] = _Off(DriftAlarm(), self._cooldown)
+        self._by_length[place].observe(step, predicted, accepted, verified)
+
+    def renew(self) -> None:
+        self._whole.renew()
+        self._by_length.clear()
+
+
+class _Off:
+    """An alarm, and until which step it switched off what it watches."""
+
+    def __init__(self, alarm: DriftAlarm, cooldown: int) -> None:
+        self._alarm = alarm
+        self._first = self._cooldown = cooldown
+        self.until = 0
+
+    def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
         if self._alarm.observe(predicted, accepted, verified):
             self._alarm.reset()
-            self._off_until = step + self._cooldown
+            self.until = step + self._cooldown
             self._cooldown *= 2
 
     def renew(self) -> None:
         self._alarm.reset()
-        self._off_until, self._cooldown = 0, self._first
+        self.until, self._cooldown = 0, self._first

@@ -34,6 +34,7 @@ from engine.kernels.attention_tile import (
 )
 from engine.kernels.early import await_inputs, is_early, options, release_next
 
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What a kernel must know of a layer. 0 stands for no window and no soft-cap."""

@@ -82,8 +82,8 @@ class PreparedAdapter:
 
 
 class Adapters:
-    """`fused` says that captured steps run where nobody has an adapter. `on_publish(old, new)` lets running
-    requests follow, before the old version may end."""
+    """`fused` says that steps are made of kernels. `on_publish(old, new)` lets running requests follow, before the
+    old version may end."""
 
     def __init__(
         self,
@@ -132,9 +132,7 @@ class Adapters:
     def prepare(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> PreparedAdapter:
         """All that takes time and most that can fail: checks, the digest, the copy laid out for the device. It
         changes nothing and may run in any thread while the engine steps."""
-        if self._fused and self._deterministic:
-            raise Unsupported(field="deterministic", expected="false with adapters on the fused path", actual=True)
-        with _translated():
+        with translated():
             sites, most = self._model.adapter_sites, self._config.max_rank
             weights = check_weights(config, tensors, sites, most, self._same_base)
             packed = pack(weights, sites, self._dtype, pinned=self._device.type == "cuda")
@@ -148,14 +146,14 @@ class Adapters:
         return self.prepare(update.config, tensors_of(update.tensors))
 
     def prepare_folder(self, folder: str | Path) -> PreparedAdapter:
-        with _translated():
+        with translated():
             config, tensors = read_folder(Path(folder))
         return self.prepare(config, tensors)
 
     def stage(self, name: str, prepared: PreparedAdapter, rev: int | None = None) -> AdapterReport:
         """Phase one. Nobody sees the revision yet; the one served goes on."""
         check_id("name", name)
-        with _translated():
+        with translated():
             version = self._registry.stage(name, prepared.digest, prepared.packed, rev)
         self.residency.prefetch(version)
         return _report(version)
@@ -163,7 +161,7 @@ class Adapters:
     def publish(self, name: str, rev: int, keep_previous: bool = False) -> AdapterReport:
         """Phase two: from now on the name leads to the staged revision. The one before serves the requests
         that hold it, then ends; with `keep_previous` others may still ask for it by its number."""
-        with _translated():
+        with translated():
             version = self._registry.staged(name, rev)
             previous = self._registry.publish(version, keep_previous=True)
         if previous is not None:
@@ -175,17 +173,17 @@ class Adapters:
 
     def check_publishable(self, name: str, rev: int) -> None:
         """Raise what `publish` would."""
-        with _translated():
+        with translated():
             self._registry.check_publishable(self._registry.staged(name, rev))
 
     def discard(self, name: str, rev: int) -> None:
         """Drop a staged revision; its number is not used again."""
-        with _translated():
+        with translated():
             self._registry.discard(self._registry.staged(name, rev))
 
     def retire(self, name: str, rev: int | None = None) -> None:
         """Let no further request find the policy, or one revision of it. Those that hold it run to their end."""
-        with _translated():
+        with translated():
             self._registry.retire(name, rev)
 
     @property
@@ -207,7 +205,7 @@ class Adapters:
         """A request's hold on what it names; None for the base policy."""
         if ref is None:
             return None
-        with _translated():
+        with translated():
             version = self._registry.find(ref.name, ref.rev)
         lease = Lease(self._registry, version, "finish" if ref.rev is not None else ref.on_publish)
         self.residency.prefetch(version)
@@ -225,16 +223,11 @@ class Adapters:
         if not slots_T.any():
             return None
         pool = self.residency.pool
-        if self._device.type == "cuda":
+        if self._fused or self._device.type == "cuda":
             from lora.kernel_step import KernelStep  # needs Triton
 
-            return KernelStep(pool, slots_T)
+            return KernelStep(pool, slots_T, self._deterministic)
         return LoopStep(pool, slots_T, self._deterministic)
-
-    @property
-    def needs_serial_steps(self) -> bool:
-        """Whether requests are there that captured steps know nothing of."""
-        return self._fused and self._registry.in_use
 
     @property
     def residency(self) -> Residency:
@@ -283,7 +276,7 @@ def _report(version: AdapterVersion) -> AdapterReport:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """The adapters' exceptions as the engine's."""
     try:
         yield

@@ -1,7 +1,8 @@
 """Updates of what an engine serves: its policy, its drafter where there is one, adapters in the same go.
 
 Owns which module an update is of, which adapters are published with it, and what a new version does to
-running work, the cache and what was learnt of acceptance. Ignores staging and checks (`engine.policy`, `engine.weights.transaction`).
+running work, the cache and what was learnt of acceptance. Ignores staging and checks (`engine.policy`,
+`engine.weights.transaction`).
 """
 
 from __future__ import annotations

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
-from engine.errors import SparkrollError
+from engine.errors import InvalidRequest, SparkrollError
+
+if TYPE_CHECKING:
+    from rollout.config import ServeConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(inspection, name="inspect")
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -54,21 +59,48 @@ def serve(
     settings: SetOption = None,
     engines: Annotated[int | None, typer.Option(help="How many engines.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="A LoRA policy to serve, as NAME=FOLDER that peft saved. Repeatable.")
+    ] = None,
+    max_adapters: Annotated[int | None, typer.Option(help="Most LoRA policies on a device at once.")] = None,
+    max_rank: Annotated[int | None, typer.Option(help="Highest rank a LoRA policy may have.")] = None,
+    update_root: Annotated[
+        Path | None, typer.Option(help="Folder that updates and LoRA policies may be read from on request.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
     from engine.config import describe, load_config
     from rollout.config import ServeConfig
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    given = {"model": model, "fleet.num_engines": engines, "server.port": port}
+    given = {
+        "model": model,
+        "fleet.num_engines": engines,
+        "server.port": port,
+        "engine.adapters.max_resident": max_adapters,
+        "engine.adapters.max_rank": max_rank,
+        "update_root": update_root,
+    }
     overrides = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     with _refusals():
-        resolved = load_config(ServeConfig, config, overrides)
+        resolved = _with_adapters(load_config(ServeConfig, config, overrides), adapter or [])
         for line in describe(resolved):
             err.print(f"[dim]{line}[/]", soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
             asyncio.run(_serve(resolved))
     err.print("stopped")
+
+
+def _with_adapters(config: ServeConfig, given: list[str]) -> ServeConfig:
+    """NAME=FOLDER options beside the adapters of the settings; a name may hold dots, as settings may not."""
+    return dataclasses.replace(config, adapters=config.adapters | dict(map(_named_folder, given)))
+
+
+def _named_folder(item: str) -> tuple[str, str]:
+    name, separator, folder = item.partition("=")
+    if not (name and separator and folder):
+        raise InvalidRequest(field="adapter", expected="NAME=FOLDER", actual=item)
+    return name, folder
 
 
 async def _serve(config: Any) -> None:
@@ -191,6 +223,29 @@ def health(url: Url = DEFAULT_URL, key: KeyOption = None) -> None:
     """Print how a service is; exit code 1 unless it is ready."""
     if _ask(url, key, "health").state != "ready":
         raise typer.Exit(1)
+
+
+@app.command()
+def adapters(
+    url: Url = DEFAULT_URL,
+    key: KeyOption = None,
+    load: Annotated[str | None, typer.Option(help="Load NAME=FOLDER first, its next revision where it exists.")] = None,
+    unload: Annotated[str | None, typer.Option(help="Unload this one first.")] = None,
+) -> None:
+    """Print the LoRA policies of a service; load or unload one."""
+    from rollout.client import Client
+
+    with _refusals(), Client(url, key=key, timeout_s=120.0) as client:
+        if unload is not None:
+            client.unload_adapter(unload)
+        if load is not None:
+            from rollout.adapter_source import read_adapter
+
+            name, folder = _named_folder(load)
+            update = read_adapter(Path(folder), name)
+            client.update_adapter(name, config=update.config, tensors=update.tensors)
+        listed = client.adapters()
+    out.print_json(msgspec.json.encode(listed).decode())
 
 
 def _ask(url: str, key: str | None, name: str) -> Any:

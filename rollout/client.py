@@ -41,13 +41,15 @@ from engine.types import (
 )
 from rollout.client_http import HttpCaller, RetryPolicy, ServerLost
 from rollout.codec import as_ids
-from rollout.protocol import ChatMessage, Event, GenerateCall, Health, MemoryReport, Reply, VersionReport
+from rollout.protocol import AdapterSource, ChatMessage, Event, GenerateCall, Health, MemoryReport, Reply, VersionReport
 from rollout.routes import ROUTES_BY_NAME, Route
 
 __all__ = ["AsyncClient", "Client", "RetryPolicy", "ServerLost", "generate_call"]
 
 T = TypeVar("T")
 _ANSWER_S = 5.0
+_BODY_BYTES = 32 * 2**20
+"""Tensors of one body; a server takes twice as much."""
 Ids = Sequence[int] | np.ndarray
 
 
@@ -232,6 +234,36 @@ class AsyncClient:
     async def update_rollback(self, txn: str) -> None:
         await self.call("update_rollback", txn=txn)
 
+    async def update_adapter(
+        self,
+        name: str,
+        *,
+        config: dict[str, Any] | None = None,
+        tensors: Sequence[NamedTensor] = (),
+        uri: str | None = None,
+        rev: int | None = None,
+        txn: str | None = None,
+    ) -> AdapterUpdateReport:
+        """Load the LoRA policy `name`, or its next revision: from peft's `config` and `tensors`, or from a
+        folder `uri` that the service may read. With `txn` it is published by that open update's commit."""
+        parts = list(body_parts(tensors, _BODY_BYTES))
+        upload = new_id() if len(parts) > 1 else None
+        for part in parts[:-1]:
+            size = sum(item.data.nbytes for item in part)
+            await self.call("adapter_tensors", upload=upload, tensors=part, size=size)
+        source = AdapterSource(
+            name=name, config=config, tensors=parts[-1] if parts else [], uri=uri, upload=upload, rev=rev, txn=txn
+        )
+        return (await self.call("update_adapter", adapter=source, size=_BODY_BYTES if tensors else 0)).result
+
+    async def unload_adapter(self, name: str) -> None:
+        """No further request finds the policy; those under way end with what they have."""
+        await self.call("unload_adapter", adapter=name)
+
+    async def adapters(self) -> list[AdapterReport]:
+        """Revisions of LoRA policies, those of ended names that are still in use among them."""
+        return (await self._read("adapters")).result.adapters
+
     async def flush(self, scope: str = "all") -> int:
         """Tokens freed; `scope` is "all" or "stale"."""
         return (await self.call("flush", scope=scope)).result.tokens
@@ -349,6 +381,15 @@ class Client:
     def update_rollback(self, txn: str) -> None:
         self._run(self._client.update_rollback(txn))
 
+    def update_adapter(self, name: str, **options: Any) -> AdapterUpdateReport:
+        return self._run(self._client.update_adapter(name, **options))
+
+    def unload_adapter(self, name: str) -> None:
+        self._run(self._client.unload_adapter(name))
+
+    def adapters(self) -> list[AdapterReport]:
+        return self._run(self._client.adapters())
+
     def flush(self, scope: str = "all") -> int:
         return self._run(self._client.flush(scope))
 
@@ -381,6 +422,20 @@ class Client:
 
     def ready(self) -> bool:
         return self._run(self._client.ready())
+
+
+def body_parts(tensors: Sequence[NamedTensor], limit: int) -> Iterator[list[NamedTensor]]:
+    """Consecutive tensors, as many together as the limit allows."""
+    part: list[NamedTensor] = []
+    size = 0
+    for item in tensors:
+        if part and size + item.data.nbytes > limit:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += item.data.nbytes
+    if part:
+        yield part
 
 
 async def _opened(url: str, options: dict[str, Any]) -> AsyncClient:

@@ -6,7 +6,7 @@ and of the server live with their owners.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -53,11 +53,18 @@ class FleetConfig:
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """`model` is a preset's name or a Hugging Face folder. `update_root` is the only folder that
-    disk updates may name (None: none are taken)."""
+    disk updates may name (None: none are taken). `adapters` are LoRA policies to serve from the start: folders
+    that peft saved, by name."""
 
     model: str = "smollm2-135m"
     update_root: Path | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
     engine: EngineConfig = EngineConfig()
     fleet: FleetConfig = FleetConfig()
     server: ServerConfig = ServerConfig()
     catalog: CatalogConfig = CatalogConfig()
+
+    def __post_init__(self) -> None:
+        for name, folder in self.adapters.items():
+            if not name or not isinstance(folder, str) or not folder:
+                raise InvalidRequest(field=f"adapters.{name}", expected="a name and a folder", actual=folder)

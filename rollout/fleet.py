@@ -1,14 +1,15 @@
 """The engines of a service, kept alive and at one policy version.
 
 Owns their processes: start, watch, replace. A replacement has a higher incarnation; it replays
-the last committed update, shows the same digest, takes over the fleet's pause, and only then is
-given work. Ignores what work is (`rollout.router`).
+the last committed update, shows the same digest, takes the LoRA policies and the fleet's pause over, and
+only then is given work. Ignores what work is (`rollout.router`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from engine.errors import Corrupt, DeadlineExceeded, Draining, SparkrollError
 from engine.types import PauseMode, UpdateBegin
 from rollout.actors.launch import Launcher, ensure_ray
 from rollout.actors.remote import ActorService, SharedPut
+from rollout.adapter_source import read_adapter
 from rollout.config import ServeConfig
 from rollout.model_catalog import resolve_model
 from rollout.router import Router
+from rollout.routing.adapter_store import AdapterStore
+from rollout.routing.adapters import FleetAdapters
 from rollout.routing.errors import Behind, EngineLost
 from rollout.routing.recipe import PolicyRecipe
 from rollout.routing.replica import Membership, Replica
@@ -67,10 +71,13 @@ class Fleet:
         self._owns_ray = False
         spool = config.fleet.spool_dir or Path(tempfile.gettempdir())
         spool.mkdir(parents=True, exist_ok=True)
-        self._recipe = PolicyRecipe(Path(tempfile.mkdtemp(prefix="sparkroll-spool-", dir=spool)))
+        self._spool = Path(tempfile.mkdtemp(prefix="sparkroll-spool-", dir=spool))
+        self._recipe = PolicyRecipe(self._spool / "policy")
+        self._adapters = FleetAdapters(self.membership, AdapterStore(self._spool / "adapters"))
         self.router = Router(
             self.membership,
             self._recipe,
+            self._adapters,
             update_root=config.update_root,
             replacement_s=config.fleet.replacement_s,
         )
@@ -96,6 +103,9 @@ class Fleet:
             for end in ends:
                 if isinstance(end, BaseException):
                     raise end
+            for name, adapter in self.config.adapters.items():
+                self._say(f"loading adapter {name}")
+                await self._adapters.update(await asyncio.to_thread(read_adapter, Path(adapter), name))
         except BaseException:
             await _to_the_end(self.stop())
             raise
@@ -117,7 +127,7 @@ class Fleet:
         if self._owns_ray:
             await asyncio.to_thread(ray.shutdown)
             self._owns_ray = False
-        self._recipe.close()
+        await asyncio.to_thread(shutil.rmtree, self._spool, ignore_errors=True)
 
     def describe(self) -> list[dict[str, Any]]:
         """Each engine's name, process and incarnation, for people and tests."""
@@ -194,16 +204,19 @@ class Fleet:
         assert self._launcher is not None and place.service is not None
         place.out = asyncio.get_running_loop().create_future()
         origin = await place.service.origin()
-        replica = Replica(origin.engine_id, origin.incarnation, place.service, origin.policy_version)
+        held = {(report.name, report.rev) for report in await place.service.adapters() if report.state == "live"}
+        replica = Replica(origin.engine_id, origin.incarnation, place.service, origin.policy_version, adapters=held)
         await self._align(replica)
 
     async def _align(self, replica: Replica) -> None:
-        """Reach the fleet's version and pause, then start routing. Both may move meanwhile."""
+        """Reach the fleet's versions and pause, then start routing. All may move meanwhile."""
         paused: PauseMode | None = None
         while True:
             wanted = self.membership.paused
             if replica.policy_version != self.membership.policy_version:
                 await self._replay(replica)
+            elif replica.adapters != self.membership.adapters:
+                await self._adapters.align(replica)
             elif paused != wanted:
                 if wanted is None:
                     await replica.service.resume(None)

@@ -7,13 +7,14 @@ engine's own.
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from engine.errors import ErrorCode
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
     GroupOutput,
     GroupRequest,
     NamedTensor,
@@ -205,6 +206,46 @@ class UpdateEndCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """Commits or rolls back, by route."""
 
     txn: str
+
+
+class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """A revision of the LoRA policy `name`, which need not exist yet, and where it is.
+
+    Either `uri` names a folder that peft saved, under the root that disk updates may come from, or `config` is
+    peft's configuration and `tensors` the factors under the names peft saves. Those that do not fit one body
+    come before, by `adapter_tensors` under the name `upload`. With `txn` the revision belongs to that open
+    update, and its commit publishes it; otherwise it is published at once. `rev` None is the next one.
+    """
+
+    name: str
+    config: dict[str, Any] | None = None
+    tensors: list[NamedTensor] = msgspec.field(default_factory=list)
+    uri: str | None = None
+    upload: str | None = None
+    rev: int | None = None
+    txn: str | None = None
+
+
+class UpdateAdapterCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    adapter: AdapterSource
+
+
+class AdapterTensorsCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    """Some of an adapter's tensors, kept under `upload` until `update_adapter` names that."""
+
+    upload: str
+    tensors: list[NamedTensor]
+
+
+class UnloadAdapterCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):
+    adapter: str
+
+
+class AdapterList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Revisions that are there, by name and number; requests that name no revision get a name's newest
+    `live` one."""
+
+    adapters: list[AdapterReport]
 
 
 class FlushCall(Call, frozen=True, forbid_unknown_fields=True, kw_only=True, eq=False):

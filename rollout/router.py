@@ -36,6 +36,7 @@ from rollout.protocol import (
     Origin,
     SampleEnd,
 )
+from rollout.routing.adapters import FleetAdapters, Hold
 from rollout.routing.affinity import Affinity, affinity_key
 from rollout.routing.control import FleetControl
 from rollout.routing.errors import EngineLost
@@ -56,6 +57,7 @@ class _Live:
     progress: GroupProgress
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     engine: Replica | None = None
+    adapter: Hold | None = None
 
 
 class Router(FleetControl):
@@ -66,12 +68,13 @@ class Router(FleetControl):
         self,
         membership: Membership,
         recipe: PolicyRecipe,
+        adapters: FleetAdapters,
         *,
         update_root: Path | None = None,
         replacement_s: float = 120.0,
         max_moves: int = 5,
     ) -> None:
-        super().__init__(membership, recipe, update_root)
+        super().__init__(membership, recipe, adapters, update_root)
         self._affinity = Affinity()
         self._sessions = SessionTable()
         self._groups: dict[str, _Live] = {}
@@ -84,8 +87,8 @@ class Router(FleetControl):
         return Origin(engine_id="fleet", incarnation=incarnation, policy_version=self._membership.policy_version)
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Event, None]:
-        request = self._admit(call)
-        live = _Live(GroupProgress(request))
+        request, hold = self._admit(call)
+        live = _Live(GroupProgress(request), adapter=hold)
         self._groups[request.group_id] = live
         call = msgspec.structs.replace(call, request=request)
         key = affinity_key(call, self._membership.policy_version)
@@ -115,9 +118,11 @@ class Router(FleetControl):
                 call = msgspec.structs.replace(call, request=live.progress.continuation())
         finally:
             del self._groups[request.group_id]
+            self._adapters.release(live.adapter)
 
-    def _admit(self, call: GenerateCall) -> GroupRequest:
-        """Refuse what no engine could do, and fix everything random, so that it can be repeated."""
+    def _admit(self, call: GenerateCall) -> tuple[GroupRequest, Hold | None]:
+        """Refuse what no engine could do, and fix everything random and every name that may come to mean
+        something else, so that it can be repeated."""
         request = call.request
         if request.group_id in self._groups:
             raise Conflict(field="group_id", expected="an id that is not live", actual=request.group_id)
@@ -127,7 +132,9 @@ class Router(FleetControl):
         current = self._membership.policy_version
         if request.min_policy_version is not None and request.min_policy_version > current:
             raise Conflict(field="min_policy_version", expected=f"at most {current}", actual=request.min_policy_version)
-        return msgspec.structs.replace(request, sampling=_with_seeds(request))
+        sampling = _with_seeds(request)
+        adapter, hold = self._adapters.acquire(request.adapter)
+        return msgspec.structs.replace(request, sampling=sampling, adapter=adapter), hold
 
     async def _place(self, live: _Live, key: bytes, deadline: float | None) -> Replica | None:
         """Wait out a pause, and for an engine. None when the group was aborted meanwhile."""
@@ -195,6 +202,13 @@ class Router(FleetControl):
         return live.progress.close(finish, await self.origin(), definition)
 
     async def score(self, request: ScoreRequest) -> ScoreOutput:
+        adapter, hold = self._adapters.acquire(request.adapter)
+        try:
+            return await self._score(msgspec.structs.replace(request, adapter=adapter))
+        finally:
+            self._adapters.release(hold)
+
+    async def _score(self, request: ScoreRequest) -> ScoreOutput:
         for _ in range(self._max_moves + 1):
             candidates = self._membership.routable()
             if not candidates:

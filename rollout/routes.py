@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.errors import InvalidRequest
-from engine.types import GroupOutput, PauseReport, ScoreOutput, UpdateProgress, UpdateReport
+from engine.types import AdapterUpdateReport, GroupOutput, PauseReport, ScoreOutput, UpdateProgress, UpdateReport
 from rollout.auth import Access
 from rollout.protocol import (
     PROTOCOL,
     AbortCall,
     AbortReport,
+    AdapterList,
+    AdapterTensorsCall,
     Call,
     Done,
     Event,
@@ -33,6 +35,8 @@ from rollout.protocol import (
     ScoreCall,
     SessionCloseCall,
     SessionOpenCall,
+    UnloadAdapterCall,
+    UpdateAdapterCall,
     UpdateBeginCall,
     UpdateDiskCall,
     UpdateEndCall,
@@ -155,6 +159,26 @@ async def _update_rollback(service: RolloutService, call: UpdateEndCall) -> Done
     return Done()
 
 
+async def _adapter_tensors(service: RolloutService, call: AdapterTensorsCall) -> UpdateProgress:
+    check_name("upload", call.upload)
+    return await service.adapter_tensors(call.upload, call.tensors)
+
+
+async def _update_adapter(service: RolloutService, call: UpdateAdapterCall) -> AdapterUpdateReport:
+    check_name("adapter.name", call.adapter.name)
+    return await service.update_adapter(call.adapter)
+
+
+async def _unload_adapter(service: RolloutService, call: UnloadAdapterCall) -> Done:
+    check_name("adapter", call.adapter)
+    await service.unload_adapter(call.adapter)
+    return Done()
+
+
+async def _adapters(service: RolloutService, _: None) -> AdapterList:
+    return AdapterList(adapters=await service.adapters())
+
+
 async def _flush(service: RolloutService, call: FlushCall) -> FlushReport:
     return FlushReport(tokens=await service.flush(call.scope))
 
@@ -230,6 +254,10 @@ ROUTES: tuple[Route, ...] = (
     Route("update_tensors", "/v1/update_tensors", "admin", UpdateTensorsCall, UpdateProgress, _update_tensors),
     Route("update_commit", "/v1/update_commit", "admin", UpdateEndCall, UpdateReport, _update_commit),
     Route("update_rollback", "/v1/update_rollback", "admin", UpdateEndCall, Done, _update_rollback),
+    Route("adapter_tensors", "/v1/adapter_tensors", "admin", AdapterTensorsCall, UpdateProgress, _adapter_tensors),
+    Route("update_adapter", "/v1/update_adapter", "admin", UpdateAdapterCall, AdapterUpdateReport, _update_adapter),
+    Route("unload_adapter", "/v1/unload_adapter", "admin", UnloadAdapterCall, Done, _unload_adapter),
+    Route("adapters", "/v1/adapters", "user", None, AdapterList, _adapters, "GET"),
     Route("flush", "/v1/flush", "admin", FlushCall, FlushReport, _flush),
     Route("release_memory", "/v1/release_memory", "admin", MemoryCall, MemoryReport, _release),
     Route("resume_memory", "/v1/resume_memory", "admin", MemoryCall, MemoryReport, _resume_memory),

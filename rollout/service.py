@@ -11,6 +11,9 @@ from typing import Protocol
 
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
+    AdapterUpdate,
+    AdapterUpdateReport,
     NamedTensor,
     PauseMode,
     PauseReport,
@@ -20,7 +23,7 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
-from rollout.protocol import Event, GenerateCall, Health, MemoryReport, Origin, VersionReport
+from rollout.protocol import AdapterSource, Event, GenerateCall, Health, MemoryReport, Origin, VersionReport
 
 
 class RolloutService(Protocol):
@@ -50,6 +53,18 @@ class RolloutService(Protocol):
 
     async def update_rollback(self, txn: str) -> None: ...
 
+    async def adapter_tensors(self, upload: str, tensors: list[NamedTensor]) -> UpdateProgress: ...
+
+    async def update_adapter(self, source: AdapterSource) -> AdapterUpdateReport:
+        """Take a revision of a LoRA policy everywhere and let its name lead to it, or do neither."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """No further request finds the policy; those under way end with what they have."""
+        ...
+
+    async def adapters(self) -> list[AdapterReport]: ...
+
     async def version(self) -> VersionReport: ...
 
     async def flush(self, scope: str) -> int:
@@ -71,3 +86,19 @@ class RolloutService(Protocol):
         ...
 
     async def capabilities(self) -> dict[str, object]: ...
+
+
+class EngineService(RolloutService, Protocol):
+    """One engine, with what a fleet needs to publish a LoRA policy in two phases."""
+
+    async def stage_adapter(self, update: AdapterUpdate, txn: str | None) -> AdapterUpdateReport:
+        """Check and take a revision that nobody sees yet: until `publish_adapter`, or the commit of `txn`."""
+        ...
+
+    async def publish_adapter(self, name: str, rev: int) -> AdapterUpdateReport:
+        """Let the name lead to the staged revision. Earlier ones stay addressable until retired."""
+        ...
+
+    async def discard_adapter(self, name: str, rev: int) -> None: ...
+
+    async def retire_adapter(self, name: str, rev: int) -> None: ...

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 METHODS = frozenset(
     {
         "origin", "score", "abort", "pause", "resume", "update_begin", "update_disk", "update_tensors",
-        "update_commit", "update_rollback", "version", "flush", "release_memory", "resume_memory",
-        "session_open", "session_close", "health", "metrics", "capabilities",
+        "update_commit", "update_rollback", "adapter_tensors", "update_adapter", "unload_adapter", "adapters",
+        "stage_adapter", "publish_adapter", "discard_adapter", "retire_adapter", "version", "flush",
+        "release_memory", "resume_memory", "session_open", "session_close", "health", "metrics", "capabilities",
     }
 )  # fmt: skip
 

@@ -20,6 +20,9 @@ from engine.memory.residency import TAGS
 from engine.scheduler.jobs import ScoreJob
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
+    AdapterUpdate,
+    AdapterUpdateReport,
     NamedTensor,
     PauseMode,
     PauseReport,
@@ -31,10 +34,12 @@ from engine.types import (
 )
 from engine.weights.folder import open_update_folder
 from rollout.actors.engine_thread import EngineThread
+from rollout.actors.hosted_adapters import HostedAdapters
 from rollout.actors.streams import EventQueue, GroupStream, Push
 from rollout.actors.text_front import TextFront
+from rollout.draft_metrics import draft_exposition
 from rollout.metrics import exposition
-from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
+from rollout.protocol import AdapterSource, Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
 from rollout.routing.sessions import SessionTable
 
 
@@ -50,14 +55,14 @@ class _Snapshot:
 
 
 class EngineHost:
-    """Implements `RolloutService` over one `Engine`. Make and use it in one event loop::
+    """Implements `EngineService` over one `Engine`. Make and use it in one event loop::
 
         host = EngineHost(lambda: Engine.from_pretrained(folder, config))
         await host.start()
         async for event in host.generate(call): ...
         await host.stop()
 
-    `update_root` is the only folder that disk updates may come from (None: none are taken).
+    `update_root` is the only folder that disk updates and adapters may come from (None: none are taken).
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class EngineHost:
             on_end=self._fail_streams,
             name=engine_id,
         )
+        self._adapters = HostedAdapters(self._thread, engine_id, update_root)
 
     async def start(self) -> None:
         await self._thread.start()
@@ -190,20 +196,44 @@ class EngineHost:
     async def update_rollback(self, txn: str) -> None:
         await self._thread.call(lambda engine: engine.update_rollback(txn))
 
+    async def adapter_tensors(self, upload: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return self._adapters.sources.add(upload, tensors)
+
+    async def update_adapter(self, source: AdapterSource) -> AdapterUpdateReport:
+        return await self._adapters.update(source)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapters.retire(name)
+
+    async def adapters(self) -> list[AdapterReport]:
+        return await self._adapters.reports()
+
+    async def stage_adapter(self, update: AdapterUpdate, txn: str | None) -> AdapterUpdateReport:
+        return await self._adapters.stage(update, txn)
+
+    async def publish_adapter(self, name: str, rev: int) -> AdapterUpdateReport:
+        return await self._adapters.publish(name, rev)
+
+    async def discard_adapter(self, name: str, rev: int) -> None:
+        await self._adapters.discard(name, rev)
+
+    async def retire_adapter(self, name: str, rev: int) -> None:
+        await self._adapters.retire(name, rev)
+
     async def version(self) -> VersionReport:
-        def look(engine: Engine) -> tuple[int, str, int]:
+        def look(engine: Engine) -> tuple[int, str, int, dict[str, int]]:
             # Hashing all weights takes a while, so it is done once for each version, if ever.
             known = self._digest
             version = engine.policy.version
             digest = known[1] if known is not None and known[0] == version else engine.digest()
-            return version, digest, engine.drafter_version
+            return version, digest, engine.drafter_version, engine.adapters.current
 
-        version, digest, drafter_version = await self._thread.call(look)
+        version, digest, drafter_version, adapters = await self._thread.call(look)
         self._digest = version, digest
         return VersionReport(
             policy_version=version,
             drafter_version=drafter_version,
-            adapters={},
+            adapters=adapters,
             digest=digest,
             engines={self.engine_id: version},
         )
@@ -244,18 +274,20 @@ class EngineHost:
 
     async def metrics(self) -> str:
         labels = {"engine": self.engine_id, "incarnation": str(self.incarnation)}
-        counters, gauges = await self._thread.call(
+        counters, gauges, drafts = await self._thread.call(
             lambda engine: (
-                dataclasses.asdict(engine.counters) | engine.draft_counters(),
+                dataclasses.asdict(engine.counters),
                 dataclasses.asdict(engine.gauges()),
+                engine.draft_report(),
             )
         )
         backend = {name: str(self._limits[name]) for name in ("device", "dtype", "attention", "loop")}
-        return exposition("engine", counters, gauges, labels) + exposition("engine", {}, {"info": 1}, labels | backend)
+        info = exposition("engine", {}, {"info": 1}, labels | backend)
+        return exposition("engine", counters, gauges, labels) + draft_exposition(drafts, labels) + info
 
     async def capabilities(self) -> dict[str, object]:
         text = {"text": self._text.available, "chat": self._text.chat}
-        return {**self._limits, **text, "adapters": False}
+        return {**self._limits, **text, "adapters": True}
 
     # --- inside -------------------------------------------------------------------------------
 

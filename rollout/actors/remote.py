@@ -1,4 +1,4 @@
-"""The owner's side of an engine actor: a `RolloutService` that lives in another process.
+"""The owner's side of an engine actor: an `EngineService` that lives in another process.
 
 Owns translating calls and streams. When the process ends, every call and stream ends with
 `EngineLost`, in the order of what had arrived before. Ignores restarts (`rollout.fleet`).
@@ -18,6 +18,9 @@ from ray.exceptions import RayError
 from engine.errors import SparkrollError
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
+    AdapterUpdate,
+    AdapterUpdateReport,
     NamedTensor,
     PauseMode,
     PauseReport,
@@ -29,7 +32,7 @@ from engine.types import (
 )
 from rollout.actors.engine_actor import ORDERED, StreamItem
 from rollout.actors.streams import EventQueue
-from rollout.protocol import Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
+from rollout.protocol import AdapterSource, Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
 from rollout.routing.errors import EngineLost
 
 logger = logging.getLogger(__name__)
@@ -166,6 +169,30 @@ class ActorService:
 
     async def update_rollback(self, txn: str) -> None:
         await self._call("update_rollback", txn)
+
+    async def adapter_tensors(self, upload: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return await self._call("adapter_tensors", upload, tensors)
+
+    async def update_adapter(self, source: AdapterSource) -> AdapterUpdateReport:
+        return await self._call("update_adapter", source)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("unload_adapter", name)
+
+    async def adapters(self) -> list[AdapterReport]:
+        return await self._call("adapters")
+
+    async def stage_adapter(self, update: AdapterUpdate, txn: str | None) -> AdapterUpdateReport:
+        return await self._call("stage_adapter", self._put(update), txn)
+
+    async def publish_adapter(self, name: str, rev: int) -> AdapterUpdateReport:
+        return await self._call("publish_adapter", name, rev)
+
+    async def discard_adapter(self, name: str, rev: int) -> None:
+        await self._call("discard_adapter", name, rev)
+
+    async def retire_adapter(self, name: str, rev: int) -> None:
+        await self._call("retire_adapter", name, rev)
 
     async def version(self) -> VersionReport:
         return await self._call("version")

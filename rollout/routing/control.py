@@ -1,6 +1,6 @@
 """Control calls to a whole fleet: every engine answers, and the answers become one.
 
-Owns pausing, updates, memory and looking. Ignores generation (`rollout.router`). Every way out
+Owns pausing, updates, LoRA policies, memory and looking. Ignores generation (`rollout.router`). Every way out
 of a call that failed half way ends with engines that agree: reopened, rolled back or fenced.
 """
 
@@ -13,6 +13,8 @@ import msgspec
 
 from engine.errors import Conflict, Corrupt, SparkrollError
 from engine.types import (
+    AdapterReport,
+    AdapterUpdateReport,
     NamedTensor,
     PauseMode,
     PauseReport,
@@ -20,8 +22,11 @@ from engine.types import (
     UpdateProgress,
     UpdateReport,
 )
+from engine.validation import check_id
+from rollout.adapter_source import AdapterSources
 from rollout.metrics import RouterCounters
-from rollout.protocol import MemoryReport, VersionReport
+from rollout.protocol import AdapterSource, MemoryReport, VersionReport
+from rollout.routing.adapters import FleetAdapters
 from rollout.routing.errors import EngineLost
 from rollout.routing.fanout import everyone, outcomes
 from rollout.routing.recipe import PolicyRecipe
@@ -32,9 +37,13 @@ from rollout.routing.transaction import FleetUpdates
 class FleetControl:
     """The control half of a `RolloutService` over many engines."""
 
-    def __init__(self, membership: Membership, recipe: PolicyRecipe, update_root: Path | None) -> None:
+    def __init__(
+        self, membership: Membership, recipe: PolicyRecipe, adapters: FleetAdapters, update_root: Path | None
+    ) -> None:
         self._membership = membership
-        self._updates = FleetUpdates(membership, recipe, update_root)
+        self._adapters = adapters
+        self._sources = AdapterSources(update_root)
+        self._updates = FleetUpdates(membership, recipe, adapters, update_root)
         self.counters = RouterCounters()
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> PauseReport:
@@ -113,11 +122,32 @@ class FleetControl:
     async def update_rollback(self, txn: str) -> None:
         await self._updates.rollback(txn)
 
+    async def adapter_tensors(self, upload: str, tensors: list[NamedTensor]) -> UpdateProgress:
+        return self._sources.add(upload, tensors)
+
+    async def update_adapter(self, source: AdapterSource) -> AdapterUpdateReport:
+        check_id("adapter.name", source.name)
+        update = await self._sources.read(source)
+        if source.txn is not None:
+            return await self._updates.stage_adapter(source.txn, update)
+        return await self._adapters.update(update)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapters.unload(name)
+
+    async def adapters(self) -> list[AdapterReport]:
+        return await self._adapters.reports()
+
     async def version(self) -> VersionReport:
         reports = await everyone(self._membership, self._membership.routable(), lambda service: service.version())
         first = next(iter(reports.values()))
         engines = {replica.engine_id: report.policy_version for replica, report in reports.items()}
-        return msgspec.structs.replace(first, policy_version=self._membership.policy_version, engines=engines)
+        return msgspec.structs.replace(
+            first,
+            policy_version=self._membership.policy_version,
+            adapters=self._adapters.current,
+            engines=engines,
+        )
 
     async def flush(self, scope: str) -> int:
         freed = await everyone(self._membership, self._membership.routable(), lambda service: service.flush(scope))

@@ -13,13 +13,13 @@ from typing import TypeVar
 from engine.errors import SparkrollError
 from rollout.routing.errors import EngineLost
 from rollout.routing.replica import Membership, Replica
-from rollout.service import RolloutService
+from rollout.service import EngineService
 
 R = TypeVar("R")
 
 
 async def outcomes(
-    membership: Membership, replicas: Sequence[Replica], call: Callable[[RolloutService], Awaitable[R]]
+    membership: Membership, replicas: Sequence[Replica], call: Callable[[EngineService], Awaitable[R]]
 ) -> dict[Replica, R | SparkrollError]:
     """Call all of them at once; a value or a typed error for each that is still there.
 
@@ -42,7 +42,7 @@ async def outcomes(
 
 
 async def everyone(
-    membership: Membership, replicas: Sequence[Replica], call: Callable[[RolloutService], Awaitable[R]]
+    membership: Membership, replicas: Sequence[Replica], call: Callable[[EngineService], Awaitable[R]]
 ) -> dict[Replica, R]:
     """Like `outcomes`, but the first refusal is raised, after all have answered."""
     results = await outcomes(membership, replicas, call)

@@ -88,9 +88,6 @@ class PolicyRecipe:
             self._readers -= 1
             self._remove_superseded()
 
-    def close(self) -> None:
-        shutil.rmtree(self._spool, ignore_errors=True)
-
     def _remove_superseded(self) -> None:
         while self._superseded and not self._readers:
             _remove(self._superseded.pop())

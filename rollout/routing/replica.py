@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 
 from engine.errors import SparkrollError
 from engine.types import PauseMode
-from rollout.service import RolloutService
+from rollout.service import EngineService
 
 logger = logging.getLogger(__name__)
+
+AdapterKey = tuple[str, int]
+"""Name and revision of a LoRA policy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,16 +26,18 @@ class Replica:
     """One incarnation of one engine. `load` counts the samples it was given and has not ended.
 
     `policy_version` is what the engine itself last confirmed. A replica is routable only
-    between having confirmed the fleet's version and being lost or fenced.
+    between having confirmed the fleet's versions and being lost or fenced.
     """
 
     engine_id: str
     incarnation: int
-    service: RolloutService
+    service: EngineService
     policy_version: int
     routable: bool = False
     fenced: SparkrollError | None = None
     load: int = 0
+    adapters: set[AdapterKey] = field(default_factory=set)
+    """Revisions of LoRA policies that requests may ask it for."""
 
     @property
     def name(self) -> str:
@@ -49,6 +54,8 @@ class Membership:
 
     policy_version: int = 0
     digest: str = ""
+    adapters: set[AdapterKey] = field(default_factory=set)
+    """Revisions of LoRA policies that every routable engine has."""
     paused: PauseMode | None = None
     closed: SparkrollError | None = None
     """Why no engine will ever be routable again."""
@@ -60,8 +67,9 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica.routable]
 
     def admit(self, replica: Replica) -> None:
-        """Make `replica` routable; it must be at the fleet's version."""
+        """Make `replica` routable; it must be at the fleet's versions."""
         assert replica.policy_version == self.policy_version, (replica.name, replica.policy_version)
+        assert replica.adapters == self.adapters, (replica.name, replica.adapters ^ self.adapters)
         known = self.replicas.get(replica.engine_id)
         assert known is None or known is replica or known.incarnation < replica.incarnation, replica.name
         self.replicas[replica.engine_id] = replica

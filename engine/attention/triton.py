@@ -58,6 +58,8 @@ class PrefillPlan:
     page_size: int
     packed: torch.Tensor
     """What lengths, starts and tiles are views of."""
+    at_end: bool = False
+    """Every query of a row sees all of it."""
 
 
 class TritonAttention:
@@ -230,6 +232,30 @@ class TritonAttention:
         rows, columns = batch.page_tables_BP.shape
         plan.page_tables_BP[:rows, :columns].copy_(batch.page_tables_BP)
 
+    def plan_round_buffers(
+        self,
+        page_tables_BP: torch.Tensor,
+        seq_lens_B: torch.Tensor,
+        query_starts_B1: torch.Tensor,
+        most_queries: int,
+        kv_pool: KVPool,
+        at_end: bool = False,
+    ) -> PrefillPlan:
+        """Rows of up to `most_queries` tokens whose lengths and starts the device fills: a row without
+        tokens is a no-op. `at_end` as in `prefill_attention`."""
+        device, rows = kv_pool.device, seq_lens_B.shape[0]
+        tiles = self._prefill_tiles(kv_pool, most_queries)
+        per_tile = tiles.block_m // self._group
+        each = ceil_div(most_queries, per_tile)
+        row_X = torch.arange(rows, dtype=torch.int32, device=device).repeat_interleave(each)
+        query_X = (torch.arange(each, dtype=torch.int32, device=device) * per_tile).repeat(rows)
+        longest = page_tables_BP.shape[1] * kv_pool.page_size
+        splits = self._prefill_splits(rows * each, longest, kv_pool)
+        views = (seq_lens_B, query_starts_B1, row_X, query_X)
+        plan = _prefill_plan(0, views, page_tables_BP, tiles, splits, kv_pool.page_size, row_X)
+        plan.at_end = at_end
+        return plan
+
     def run_prefill(
         self,
         q_TNH: torch.Tensor,
@@ -258,6 +284,7 @@ class TritonAttention:
             sink_N,
             plan.splits,
             partial,
+            plan.at_end,
         )
 
     def run(

@@ -94,6 +94,7 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     SPLITS: tl.constexpr,
+    AT_END: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -119,6 +120,10 @@ def _prefill_kernel(
     position_M = first_position + query_M
     lo = 0
     hi = first_position + queries
+    if AT_END:
+        first_position = seq_len - 1
+        position_M = query_M * 0 + first_position
+        hi = seq_len
     if WINDOW > 0:
         lo = tl.maximum(first_position - WINDOW + 1, 0)
     if SPLITS > 1:
@@ -202,8 +207,10 @@ def prefill_attention(
     sink_N: torch.Tensor | None = None,
     splits: int = 1,
     partial: States | None = None,
+    at_end: bool = False,
 ) -> None:
-    """Write out_TNH for the tokens that tiles cover.
+    """Write out_TNH for the tokens that tiles cover. With `at_end` every query of a row stands at its end
+    and sees all of it, as a drafter's block does.
 
     Tile x holds queries [tile_query, tile_query + block_m // G) of its row, counted within the row;
     tiles past a row's queries and tiles of row -1 are padding. `partial` holds [splits, T] states
@@ -231,6 +238,7 @@ def prefill_attention(
         **shape.constants,
         SINK=sink_N is not None,
         SPLITS=splits,
+        AT_END=at_end,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         **config.options,

@@ -28,6 +28,9 @@ from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
+from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
+from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
+from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
@@ -96,6 +99,26 @@ def step_ends(capability: int) -> None:
     pages = torch.zeros(2, 8, dtype=torch.int32)
     gather_rows(table, slots, pages, 16, slots, slots, torch.zeros(2, dtype=torch.int32), slots)
     advance_rows(table, slots, SampleOut.empty(2, "cpu"))
+
+
+def rounds(capability: int) -> None:
+    """Rows of 8 drafts by a block drafter, judged, for the newest; from the host elsewhere."""
+    device, block = torch.device("cpu"), 8 if capability == 100 else 0
+    table, slots, long = (
+        DeviceTable(4, 16, device),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    pages, drafts = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int64)
+    rows, part = VerifyRows.empty(16, 2, device), torch.zeros(2, 8)
+    opened = BlockRows.empty(2, block, device) if block else None
+    open_rows(table, slots, slots, slots, pages, RoundLimits(99, 99, 16, block), slots, long, long, opened)
+    pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
+    gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))
+    drafted = Drafted(drafts, slots, slots, *((part, part, part) if block else (None, None, None)))
+    judged = Judged(slots, torch.zeros(16)) if block else None
+    record = torch.zeros(2, record_width(8), dtype=torch.int32)
+    commit_rounds(table, rows, drafted, SampleOut.empty(16, "cpu"), record, judged)
 
 
 def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
@@ -202,6 +225,7 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     products,
     invariant_products,
     step_ends,
+    rounds,
     decode_rows,
     prefill_rows,
     sampling,

@@ -1,0 +1,310 @@
+"""What a round feeds: the drafter's block, then the target's verify rows.
+
+Owns the two gathers from the device table that need no host: where each row stands and how much it may
+draft, and, once it is decided how many drafts each row verifies, the packed rows of the target. Ignores
+how drafts are made, chosen (`engine.dspark.planner.spend`) and judged (`engine.kernels.round_commit`).
+
+Verify rows are packed in front: row b has counts[b] = 1 + lens[b] of them, its anchor first, or none
+where it is idle. A row that drafts nothing has a window of 0, an idle one of -1.
+
+Shapes: B rows of a round, G drafts, R verify rows, K block slots, P page-table columns, S slots.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.attention_tile import power_of_two
+from engine.memory.device_table import DeviceTable
+
+IDLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """`context_len` is the target's, `draft_context` the drafter's; a round writes the drafter's states at
+    `block` positions from the anchor on (0: it has none), whose first is `mask_id` but for the anchor."""
+
+    context_len: int
+    draft_context: int
+    page_size: int
+    block: int = 0
+    mask_id: int = 0
+
+
+@dataclass(slots=True)
+class BlockRows:
+    """The drafter's inputs: K slots of every row back to back, and each row's length at its block's end
+    (0: it drafts nothing)."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    write_slots_T: torch.Tensor
+    seq_lens_B: torch.Tensor
+
+    @staticmethod
+    def empty(rows: int, block: int, device: torch.device) -> BlockRows:
+        def column(count: int, fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full((count,), fill, dtype=dtype, device=device)
+
+        tokens = rows * block
+        return BlockRows(column(tokens, -1), column(tokens, 0), column(tokens, -1), column(rows, 0, torch.int32))
+
+
+@dataclass(slots=True)
+class VerifyRows:
+    """The target's inputs. `owner_R` is the row of the round that a verify row belongs to, -1 for padding,
+    `slots_R` its slot, `ends_R` int64 the position of the token that its logits are about."""
+
+    ids_R: torch.Tensor
+    positions_R: torch.Tensor
+    write_slots_R: torch.Tensor
+    slots_R: torch.Tensor
+    owner_R: torch.Tensor
+    ends_R: torch.Tensor
+    starts_B1: torch.Tensor
+    seq_lens_B: torch.Tensor
+
+    @staticmethod
+    def empty(verify: int, rows: int, device: torch.device) -> VerifyRows:
+        def column(count: int, fill: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((count,), fill, dtype=dtype, device=device)
+
+        return VerifyRows(
+            ids_R=column(verify, -1, torch.int64),
+            positions_R=column(verify, 0, torch.int64),
+            write_slots_R=column(verify, -1, torch.int64),
+            slots_R=column(verify, -1, torch.int32),
+            owner_R=column(verify, -1, torch.int32),
+            ends_R=column(verify, 0, torch.int64),
+            starts_B1=column(rows + 1, 0, torch.int32),
+            seq_lens_B=column(rows, 0, torch.int32),
+        )
+
+
+def windows_reference(
+    table: DeviceTable, slots_B: torch.Tensor, most_B: torch.Tensor, room_B: torch.Tensor, limits: RoundLimits
+) -> torch.Tensor:
+    """int32 [B]: the most drafts a row may verify now, -1 where it is idle."""
+    slots = slots_B.clamp(min=0).long()
+    running = (slots_B >= 0) & (table.finished_S[slots] == 0)
+    anchor = table.computed_S[slots]
+    left = (table.max_new_S[slots] - table.new_S[slots] - 1).long()
+    window = torch.minimum(most_B.long(), left)
+    window = torch.minimum(window, torch.minimum(room_B.long() - 1, torch.tensor(limits.context_len - 2)) - anchor)
+    if limits.block:
+        fits = (anchor + limits.block <= limits.draft_context) & (anchor + limits.block <= room_B)
+        window = torch.where(fits, window, 0)
+    return torch.where(running, window.clamp(min=0), IDLE).to(torch.int32)
+
+
+@triton.jit
+def _open_kernel(
+    slots_ptr, most_ptr, room_ptr, finished_ptr, last_token_ptr, computed_ptr, new_ptr, max_new_ptr, tables_ptr,
+    table_stride, window_ptr, anchor_ids_ptr, anchors_ptr, block_ids_ptr, block_positions_ptr, block_writes_ptr,
+    block_lens_ptr, context_len, draft_context, mask_id,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    real = slot >= 0
+    slot = tl.maximum(slot, 0)
+    running = real & (tl.load(finished_ptr + slot) == 0)
+    anchor = tl.load(computed_ptr + slot)
+    token = tl.load(last_token_ptr + slot)
+    room = tl.load(room_ptr + row)
+    left = tl.load(max_new_ptr + slot) - tl.load(new_ptr + slot) - 1
+    at = anchor.to(tl.int32)
+    window = tl.minimum(tl.load(most_ptr + row).to(tl.int32), left)
+    window = tl.minimum(window, tl.minimum(room - 1, context_len - 2) - at)
+    if BLOCK > 0:
+        window = tl.where((at + BLOCK <= draft_context) & (at + BLOCK <= room), window, 0)
+    window = tl.where(running, tl.maximum(window, 0), -1)
+    tl.store(window_ptr + row, window)
+    tl.store(anchor_ids_ptr + row, tl.where(running, token, -1))
+    tl.store(anchors_ptr + row, tl.where(running, anchor, 0))
+    if BLOCK > 0:
+        drafts = window > 0
+        k_W = tl.arange(0, WIDE)
+        inside_W = k_W < BLOCK
+        positions_W = anchor + k_W
+        mask_W = inside_W & drafts
+        page_W = tl.load(tables_ptr + row.to(tl.int64) * table_stride + positions_W // PAGE, mask=mask_W, other=0)
+        writes_W = page_W.to(tl.int64) * PAGE + positions_W % PAGE
+        at_W = row * BLOCK + k_W
+        ids_W = tl.where(k_W == 0, token, mask_id)
+        tl.store(block_ids_ptr + at_W, tl.where(drafts, ids_W, -1), mask=inside_W)
+        tl.store(block_positions_ptr + at_W, tl.where(drafts, positions_W, 0), mask=inside_W)
+        tl.store(block_writes_ptr + at_W, tl.where(drafts, writes_W, -1), mask=inside_W)
+        tl.store(block_lens_ptr + row, tl.where(drafts, at + BLOCK, 0))
+
+
+def open_rows(
+    table: DeviceTable,
+    slots_B: torch.Tensor,
+    most_B: torch.Tensor,
+    room_B: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    limits: RoundLimits,
+    window_B: torch.Tensor,
+    anchor_ids_B: torch.Tensor,
+    anchors_B: torch.Tensor,
+    block: BlockRows | None,
+) -> None:
+    """Where rows stand: `window_B` int32 as `windows_reference`, the newest token (-1 where idle) and its
+    position, and the drafter's block. A row has pages for `room_B` tokens and may verify `most_B` drafts;
+    both int32, as are `slots_B` (-1 is padding)."""
+    assert (block is None) == (limits.block == 0), "a block needs buffers"
+    nothing = anchors_B
+    _open_kernel[(slots_B.shape[0],)](
+        slots_B,
+        most_B,
+        room_B,
+        table.finished_S,
+        table.last_token_S,
+        table.computed_S,
+        table.new_S,
+        table.max_new_S,
+        page_tables_BP,
+        page_tables_BP.stride(0),
+        window_B,
+        anchor_ids_B,
+        anchors_B,
+        nothing if block is None else block.ids_T,
+        nothing if block is None else block.positions_T,
+        nothing if block is None else block.write_slots_T,
+        nothing if block is None else block.seq_lens_B,
+        limits.context_len,
+        limits.draft_context,
+        limits.mask_id,
+        PAGE=limits.page_size,
+        BLOCK=limits.block,
+        WIDE=power_of_two(max(1, limits.block)),
+        num_warps=1,
+    )
+
+
+def pack_rows_reference(
+    slots_B: torch.Tensor,
+    window_B: torch.Tensor,
+    lens_B: torch.Tensor,
+    anchor_ids_B: torch.Tensor,
+    anchors_B: torch.Tensor,
+    drafts_BG: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    page_size: int,
+    verify: int,
+) -> VerifyRows:
+    """What `pack_rows` fills, as new tensors; the host steers."""
+    rows = len(slots_B)
+    packed = VerifyRows.empty(verify, rows, slots_B.device)
+    at = 0
+    for b in range(rows):
+        packed.starts_B1[b] = at
+        if window_B[b] < 0:
+            continue
+        length, anchor = int(lens_B[b]), int(anchors_B[b])
+        for k in range(1 + length):
+            position = anchor + k
+            page = int(page_tables_BP[b, position // page_size])
+            packed.ids_R[at] = anchor_ids_B[b] if k == 0 else drafts_BG[b, k - 1]
+            packed.positions_R[at] = position
+            packed.write_slots_R[at] = page * page_size + position % page_size
+            packed.slots_R[at], packed.owner_R[at], packed.ends_R[at] = slots_B[b], b, position + 1
+            at += 1
+        packed.seq_lens_B[b] = anchor + 1 + length
+    packed.starts_B1[rows] = at
+    return packed
+
+
+@triton.jit
+def _pack_kernel(
+    slots_ptr, window_ptr, lens_ptr, anchor_ids_ptr, anchors_ptr, drafts_ptr, tables_ptr, table_stride, ids_ptr,
+    positions_ptr, writes_ptr, slots_out_ptr, owner_ptr, ends_ptr, starts_ptr, seq_lens_ptr, rows, verify,
+    PAGE: tl.constexpr, DRAFTS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    b_B = tl.arange(0, ROWS)
+    window_B = tl.load(window_ptr + b_B, mask=b_B < rows, other=-1)
+    lens_B = tl.load(lens_ptr + b_B, mask=b_B < rows, other=0).to(tl.int32)
+    counts_B = tl.where(window_B >= 0, lens_B + 1, 0)
+    start = tl.sum(tl.where(b_B < row, counts_B, 0), 0)
+    tl.store(starts_ptr + row, start)
+    if row == rows:
+        # Padding begins where the last row ends.
+        for first in range(0, verify, PAD):
+            at_P = first + tl.arange(0, PAD)
+            mask_P = (at_P >= start) & (at_P < verify)
+            tl.store(ids_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
+            tl.store(positions_ptr + at_P, tl.full((PAD,), 0, tl.int64), mask=mask_P)
+            tl.store(writes_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
+            tl.store(ends_ptr + at_P, tl.full((PAD,), 0, tl.int64), mask=mask_P)
+            tl.store(slots_out_ptr + at_P, tl.full((PAD,), -1, tl.int32), mask=mask_P)
+            tl.store(owner_ptr + at_P, tl.full((PAD,), -1, tl.int32), mask=mask_P)
+    else:
+        count = tl.sum(tl.where(b_B == row, counts_B, 0), 0)
+        slot = tl.load(slots_ptr + row).to(tl.int32)
+        anchor = tl.load(anchors_ptr + row)
+        k_W = tl.arange(0, WIDE)
+        inside_W = (k_W < count) & (start + k_W < verify)
+        drafts_at_W = row.to(tl.int64) * DRAFTS + tl.maximum(k_W - 1, 0)
+        drafts_W = tl.load(drafts_ptr + drafts_at_W, mask=inside_W & (k_W > 0), other=0)
+        ids_W = tl.where(k_W == 0, tl.load(anchor_ids_ptr + row), drafts_W)
+        positions_W = anchor + k_W
+        page_W = tl.load(tables_ptr + row.to(tl.int64) * table_stride + positions_W // PAGE, mask=inside_W, other=0)
+        at_W = start + k_W
+        tl.store(ids_ptr + at_W, ids_W, mask=inside_W)
+        tl.store(positions_ptr + at_W, positions_W, mask=inside_W)
+        tl.store(writes_ptr + at_W, page_W.to(tl.int64) * PAGE + positions_W % PAGE, mask=inside_W)
+        tl.store(slots_out_ptr + at_W, slot + k_W * 0, mask=inside_W)
+        tl.store(owner_ptr + at_W, row + k_W * 0, mask=inside_W)
+        tl.store(ends_ptr + at_W, positions_W + 1, mask=inside_W)
+        tl.store(seq_lens_ptr + row, tl.where(count > 0, anchor.to(tl.int32) + count, 0))
+
+
+def pack_rows(
+    slots_B: torch.Tensor,
+    window_B: torch.Tensor,
+    lens_B: torch.Tensor,
+    anchor_ids_B: torch.Tensor,
+    anchors_B: torch.Tensor,
+    drafts_BG: torch.Tensor,
+    page_tables_BP: torch.Tensor,
+    page_size: int,
+    out: VerifyRows,
+) -> None:
+    """Pack anchors and the first `lens_B` drafts of every row that is not idle; they must fit `out`."""
+    rows, drafts = drafts_BG.shape
+    assert drafts_BG.is_contiguous() and drafts_BG.dtype == torch.int64, "drafts are contiguous int64"
+    _pack_kernel[(rows + 1,)](
+        slots_B,
+        window_B,
+        lens_B,
+        anchor_ids_B,
+        anchors_B,
+        drafts_BG,
+        page_tables_BP,
+        page_tables_BP.stride(0),
+        out.ids_R,
+        out.positions_R,
+        out.write_slots_R,
+        out.slots_R,
+        out.owner_R,
+        out.ends_R,
+        out.starts_B1,
+        out.seq_lens_B,
+        rows,
+        out.ids_R.shape[0],
+        PAGE=page_size,
+        DRAFTS=drafts,
+        WIDE=power_of_two(drafts + 1),
+        ROWS=power_of_two(rows),
+        PAD=min(1024, power_of_two(out.ids_R.shape[0])),
+        num_warps=1,
+    )

@@ -1,0 +1,98 @@
+"""What rounds of speculation need to be told.
+
+Owns the value that one process sends and others follow: rows, budget, bounds of windows and tier, as a
+whole. Ignores the decision (`engine.dspark.planner`) and how rounds run
+(`engine.runner.round_stepper`).
+
+Shapes: B rows, G drafts a row, P page-table columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.dspark.config import Mode, Rule
+from engine.runner.stepper import StepModes
+
+
+@dataclass(frozen=True, slots=True)
+class RoundModes:
+    """What a round's graph computes: `edges` as in plain steps, the rule of acceptance, and how windows are
+    spent."""
+
+    step: StepModes
+    rule: Rule
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundPlan:
+    """`rounds` rounds of the rows in `slots`, each verifying at most `budget` drafts over `verify` rows.
+
+    Row b drafts at most `most[b]` and at least `least[b]` where the device finds room for them in the
+    pages of `page_tables_BP`; `room[b]` are the tokens that these hold. `survival_BG` float32 is what the
+    budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
+    host drafts.
+    """
+
+    slots: list[int]
+    rounds: int
+    verify: int
+    budget: int
+    most: list[int]
+    least: list[int]
+    room: list[int]
+    modes: RoundModes
+    page_tables_BP: np.ndarray
+    survival_BG: np.ndarray
+    drafts_BG: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.slots)
+
+    def message(self, tier: int) -> np.ndarray:
+        """int32: all that changes between rounds of one graph but the page tables, for `tier` rows; padding
+        is slot -1. `RoundInputs` has the views of it."""
+        rows, drafts = self.survival_BG.shape
+        message = np.zeros(message_size(tier, drafts), dtype=np.int32)
+        message[:tier] = -1
+        for place, values in enumerate((self.slots, self.most, self.least, self.room)):
+            message[place * tier : place * tier + rows] = values
+        at = 4 * tier
+        message[at] = self.budget
+        at += 1
+        message[at : at + rows * drafts] = self.survival_BG.astype(np.float32).view(np.int32).ravel()
+        at += tier * drafts
+        if self.drafts_BG is not None:
+            message[at : at + rows * drafts] = self.drafts_BG.ravel()
+        return message
+
+
+def message_size(tier: int, drafts: int) -> int:
+    return 4 * tier + 1 + 2 * tier * drafts
+
+
+def tiers_of_rows(most: int) -> list[int]:
+    """Rows that rounds are captured for: powers of two and what lies halfway from 16 on."""
+    tiers, size = [], 1
+    while size < most:
+        tiers += [size, size + size // 2] if size >= 16 else [size]
+        size *= 2
+    return [tier for tier in tiers if tier < most] + [most]
+
+
+MOST_VERIFY_ROWS = 1024
+"""Verify rows of a tier, unless two a row are more: a device is saturated by then."""
+
+
+def tiers_of_verify_rows(most_rows: int, drafts: int) -> list[int]:
+    """Verify rows that rounds are captured for: four to an octave, at least two apart."""
+    most = min(most_rows * (1 + drafts), max(MOST_VERIFY_ROWS, 2 * most_rows))
+    tiers, size = [2, 4, 6], 8
+    while size <= most:
+        tiers += [size + part * size // 4 for part in range(4)]
+        size *= 2
+    return [tier for tier in tiers if tier < most] + [most]

@@ -16,6 +16,10 @@ from typing import cast
 import torch
 
 from engine.errors import Unsupported
+from engine.kernels.adapted_gate import adapted_gate
+from engine.kernels.adapted_sum import Adapted
+from engine.kernels.adapted_tile import MAX_RANK
+from engine.kernels.early import is_early
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
@@ -25,9 +29,12 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.matmul import linear
 from engine.layers.norm import RMSNorm
 from engine.memory.kv_pool import KVPool
+from engine.models.adapted import AdaptedLayers
 from engine.models.decoder import Attention, DecoderLayer, DenseDecoderLM
+from lora.kernel_step import MANY_ROWS, KernelStep
 
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 """(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""
@@ -72,6 +79,7 @@ class FusedForward:
         self._gate_bias = any(layer.mlp.gate_up_proj.bias is not None for layer in self._layers)
         self._shape = QKVShape(attention.num_heads, attention.num_kv_heads, attention.head_dim)
         self._norms = [_qk_norm(layer.self_attn, self._eps) for layer in self._layers]
+        self._adapted = AdaptedLayers(model, self._layers, kv_pool, self._shape, self._norms, self._weighted)
 
     def hidden(
         self,
@@ -80,12 +88,17 @@ class FusedForward:
         write_slots_T: torch.Tensor,
         attend: Attend,
         capture: dict[int, torch.Tensor] | None = None,
+        adapters: KernelStep | None = None,
     ) -> torch.Tensor:
-        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`."""
+        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`; `adapters` are the tokens'."""
         decoder, layers = self._model.model, self._layers
         residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
+        if adapters is not None:
+            adapters.add_embedding_(0, ids_T, residual_TD)
+            if self._rides_along(adapters, residual_TD):
+                return self._adapted.hidden(adapters, residual_TD, positions_T, write_slots_T, attend, capture)
         norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
-        kind = self._kind(residual_TD)
+        kind = Rows.MANY if adapters is not None else self._kind(residual_TD)
         x = residual_TD if kind is Rows.ONE else rms_norm(residual_TD, norms[0].weight_K, self._eps)
         for index, layer in enumerate(layers):
 
@@ -99,7 +112,7 @@ class FusedForward:
                 x = self._few_rows(layer, x, residual_TD, mix, norms[index + 1])
             else:
                 assert isinstance(x, torch.Tensor)
-                x = self._many_rows(layer, x, residual_TD, mix, norms[index + 1])
+                x = self._many_rows(layer, x, residual_TD, mix, norms[index + 1], adapters)
             if capture is not None and index in capture:
                 capture[index] = residual_TD.clone()
         if kind is Rows.MANY:
@@ -147,28 +160,59 @@ class FusedForward:
         residual_TD: torch.Tensor,
         mix: Mix,
         following: InputNorm,
+        adapters: KernelStep | None = None,
     ) -> torch.Tensor:
         """A layer from normed inputs; returns them for the layer that comes next."""
         attention, mlp = layer.self_attn, layer.mlp
-        x_TD = self._product(attention.o_proj, mix(self._product(attention.qkv_proj, x_TD)))
+        out_TE = mix(self._product(attention.qkv_proj, x_TD, adapters))
+        x_TD = self._product(attention.o_proj, out_TE, adapters)
         x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
-        x_TD = self._product(mlp.down_proj, self._gated(mlp.gate_up_proj, x_TD))
+        x_TD = self._product(mlp.down_proj, self._gated(mlp.gate_up_proj, x_TD, adapters), adapters)
         return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
 
-    def _product(self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
-        if self._in_fixed_order(x_TD):
-            return invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
-        return layer(x_TD)
+    def _rides_along(self, adapters: KernelStep, x_TD: torch.Tensor) -> bool:
+        """Whether what adapters add fits the launches between products. With `deterministic` each launch keeps
+        its own order of sums, so that rows without an adapter have the bits they have without any."""
+        own = self._model.parallel.size == 1 and x_TD.dtype != torch.float16 and not self._gate_bias
+        fits = adapters.variant.rank <= MAX_RANK and x_TD.shape[0] <= MANY_ROWS
+        return own and fits and not self._deterministic
 
-    def _gated(self, layer: ColumnParallelLinear, x_TD: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, layer: ColumnParallelLinear | RowParallelLinear, x_TD: torch.Tensor, adapters: KernelStep | None = None
+    ) -> torch.Tensor:
+        if not self._in_fixed_order(x_TD):
+            return layer(x_TD, adapters)
+        y_TO = invariant_matmul(x_TD, layer.weight, layer.bias, partials=self._partials)
+        if adapters is not None:
+            adapters.add_(layer.site, x_TD, y_TO)
+        return y_TO
+
+    def _weighted(
+        self, x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None = None, /
+    ) -> torch.Tensor:
+        """A product of any number of rows, on one rank."""
+        if x_TD.shape[0] == 1 and self._alone(x_TD):
+            return gemv(x_TD, weight_OD, bias_O)
+        if self._in_fixed_order(x_TD):
+            return invariant_matmul(x_TD, weight_OD, bias_O, partials=self._partials)
+        return linear(x_TD, weight_OD, bias_O)
+
+    def _gated(
+        self, layer: ColumnParallelLinear, x_TD: torch.Tensor, adapters: KernelStep | None = None
+    ) -> torch.Tensor:
+        if adapters is not None:
+            if self._deterministic or adapters.variant.rank > MAX_RANK:
+                return silu_and_mul(self._product(layer, x_TD, adapters))
+            h_PGTR = adapters.shrunk(layer.site, x_TD)
+            return adapted_gate(adapters, Adapted(layer.site, h_PGTR), self._product(layer, x_TD))[0]
         if self._in_fixed_order(x_TD):
             return invariant_gated_matmul(x_TD, layer.weight, layer.bias, self._partials)
         return silu_and_mul(layer(x_TD))
 
     def _in_fixed_order(self, x_TD: torch.Tensor) -> bool:
-        """Whether products keep a row's order of sums. Those kernels overlap what comes before them, and
-        so take few rows of wide models too."""
-        few = 1 < x_TD.shape[0] <= FEW_WIDE_ROWS and self._alone(x_TD) and x_TD.is_cuda
+        """Whether products keep a row's order of sums. Where launches can overlap, those kernels do so with what
+        comes before them, and take few rows of wide models too."""
+        few = 1 < x_TD.shape[0] <= FEW_WIDE_ROWS and self._alone(x_TD) and is_early(x_TD)
         return few or self._deterministic
 
     def _rotated(
@@ -190,8 +234,19 @@ class FusedForward:
     def _norm(self, norm: RMSNorm) -> InputNorm:
         return InputNorm(norm.weight, self._eps)
 
-    def logits(self, hidden_RD: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
-        """logits_RV in the weights' dtype, of a part of the vocabulary if so asked."""
+    def logits(
+        self, hidden_RD: torch.Tensor, part: slice = slice(None), adapters: KernelStep | None = None
+    ) -> torch.Tensor:
+        """logits_RV in the weights' dtype, of a part of the vocabulary if so asked; in fp32 where the rows'
+        `adapters` add to them."""
+        logits_RV = self._logits(hidden_RD, part)
+        if adapters is None or not adapters.variant.head:
+            return logits_RV
+        logits_RV = logits_RV.float()
+        adapters.add_(len(self._model.adapter_sites.sites) - 1, hidden_RD, logits_RV, part)
+        return logits_RV
+
+    def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         if self._kind(hidden_RD) is Rows.ONE:

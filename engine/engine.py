@@ -19,6 +19,7 @@ from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts
 from engine.collector import Collector
 from engine.config import EngineConfig
+from engine.dspark.report import DraftReport
 from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
 from engine.loops import make_loop
 from engine.memory.allocator import PageState
@@ -309,6 +310,11 @@ class Engine:
     def drafter_version(self) -> int:
         """0 for a drafter that was never updated, or where there is none."""
         return self._updates.drafter_version
+
+    def draft_report(self) -> DraftReport:
+        """Sums over speculation since the start; empty without a drafter."""
+        speculation = self._parts.speculation
+        return DraftReport() if speculation is None else speculation.record.report()
 
     def draft_counters(self) -> dict[str, float]:
         """Sums over speculation since the start (`engine.dspark.record`); empty without a drafter."""

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from engine.errors import InvalidRequest, SparkrollError
+from rollout.inspection import app as inspection
 
 if TYPE_CHECKING:
     from rollout.config import ServeConfig

@@ -51,6 +51,11 @@ def exposition(
             family = kind(f"{PREFIX}_{subsystem}_{name}", name.replace("_", " "), labels=list(labels))
             family.add_metric(list(labels.values()), value)
             families.append(family)
+    return written(families)
+
+
+def written(families: list[Metric]) -> str:
+    """Families as Prometheus text."""
     registry = CollectorRegistry()
     registry.register(_Fixed(families))  # type: ignore[arg-type]
     return generate_latest(registry).decode()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.errors import InvalidRequest
-from engine.types import FinishReason, GroupOutput, LogprobDefinition, SampleOutput, Span
+from engine.types import FinishReason, LogprobDefinition, SampleOutput, Span
 
 
 @dataclass(slots=True, eq=False)
@@ -124,22 +124,6 @@ class Episode:
 def is_trainable(output: SampleOutput) -> bool:
     """Errors and aborts are dropped, never zeroed: a reward of 0 would punish the policy for them."""
     return output.finish in ("stop", "length") and len(output.ids) > 0
-
-
-def group_samples(
-    prompt_ids: Sequence[int] | np.ndarray, group: GroupOutput, rewards: Sequence[float], temperature: float
-) -> list[TrainingSample]:
-    """Single-turn samples of one group; `rewards` in the order of `group.samples`. Samples that
-    cannot be trained on are left out."""
-    if len(rewards) != len(group.samples):
-        raise InvalidRequest(field="rewards", expected=f"{len(group.samples)} values", actual=len(rewards))
-    samples = []
-    for output, reward in zip(group.samples, rewards, strict=True):
-        if is_trainable(output):
-            episode = Episode(group.group_id, output.index, np.asarray(prompt_ids, np.uint32), temperature)
-            episode.record(output)
-            samples.append(episode.close(reward))
-    return samples
 
 
 def _require_behaviour(definition: LogprobDefinition, temperature: float) -> None:

@@ -28,13 +28,6 @@ class CeilingSums:
     lower: float = 0.0
     upper: float = 0.0
 
-    def add(self, other: CeilingSums) -> None:
-        self.steps += other.steps
-        self.exact += other.exact
-        self.emitted += other.emitted
-        self.lower += other.lower
-        self.upper += other.upper
-
 
 @dataclass(slots=True)
 class _Open:

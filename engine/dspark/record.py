@@ -9,6 +9,7 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
 from engine.dspark.reliability import Reliability
+from engine.dspark.report import DraftReport, series_of
 from engine.dspark.scaling import OnlineScaling, SurvivalScaling, survival_labels
 from engine.dspark.stats import DraftStats
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
@@ -27,6 +29,10 @@ from engine.sampling.params import RowSampling
 
 if TYPE_CHECKING:
     from engine.dspark.speculation import DraftStep
+
+_MOST_DOMAINS = 32
+"""Requests name their domains, and every one is a set of series in whoever collects them."""
+_OTHERS = "others"
 
 
 class Record:
@@ -39,7 +45,7 @@ class Record:
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
         self.switch = DraftSwitch(config.max_rows)
-        self.stats = DraftStats(self._drafts, ceiling=self._ceiling.sums)
+        self._domains = {"": DraftStats(self._drafts)}
         self.reliability = Reliability(self._drafts)
         self.planning_seconds = 0.0
         self.probes = 0
@@ -82,47 +88,42 @@ class Record:
         self.new_policy()
         self._estimate = AcceptanceEstimate(self._drafts)
 
-    def counters(self) -> dict[str, float]:
-        """Sums that only grow, by name; accept length, utilisation, calibration and cost error are ratios
-        of them."""
-        stats, ceiling, errors, reliability = self.stats, self.stats.ceiling, self._cost.errors, self.reliability
-        sums = {
-            "steps": stats.steps,
-            "plain_steps": stats.plain_steps,
-            "proposed": stats.drafted,
-            "verified": stats.proposed,
-            "accepted": stats.accepted,
-            "emitted": stats.emitted,
-            "verify_rows": stats.verify_rows,
+    def report(self) -> DraftReport:
+        """Sums that only grow, of now."""
+        ceiling, errors = self._ceiling.sums, self._cost.errors
+        others = {
             "probes": self.probes,
             "ceiling_steps": ceiling.steps,
             "ceiling_emitted": ceiling.emitted,
             "ceiling_lower": ceiling.lower,
             "ceiling_upper": ceiling.upper,
             "cost_steps": errors.steps,
+            "cost_outliers": errors.outliers,
             "cost_predicted_seconds": errors.predicted,
             "cost_measured_seconds": errors.measured,
             "cost_absolute_error_seconds": errors.absolute,
             "planning_seconds": self.planning_seconds,
         }
-        counts_G = reliability.count_GK.sum(1)
-        for k in range(self._drafts):
-            sums[f"accepted_at_{k}"] = int(stats.accepted_at[k])
-            sums[f"survival_count_{k}"] = float(counts_G[k])
-            sums[f"survival_predicted_{k}"] = float(reliability.predicted_GK[k].sum())
-            sums[f"survival_actual_{k}"] = float(reliability.labels_GK[k].sum())
-            sums[f"survival_squared_error_{k}"] = float(reliability.squared_G[k])
-        for n, count in enumerate(stats.windows):
-            sums[f"windows_{n}"] = int(count)
-        for n, count in enumerate(stats.lengths):
-            sums[f"lengths_{n}"] = int(count)
-        return {f"draft_{name}": value for name, value in sums.items()}
+        return DraftReport.of(series_of(self._domains, self.reliability, others))
+
+    def passed(self, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
+        """Plain steps of these samples that nobody planned, one for each token."""
+        for sample, count in zip(samples, tokens, strict=True):
+            self._stats(sample).plain_steps += count
 
     # --- rows -----------------------------------------------------------------------------------
 
+    def _stats(self, sample: Sample) -> DraftStats:
+        """Those of its domain; past a number of domains the rest share one."""
+        name = sample.group.request.domain
+        if name not in self._domains:
+            name = name if len(self._domains) < _MOST_DOMAINS else _OTHERS
+            self._domains.setdefault(name, DraftStats(self._drafts))
+        return self._domains[name]
+
     def _observe_plain(self, step: DraftStep, row: int) -> None:
         sample = step.samples[row]
-        self.stats.observe_plain()
+        self._stats(sample).plain_steps += 1
         if len(sample.ids) > step.known[row]:
             self._ceiling.plain(step.keys[row], sample.ids[-1], sample.columns.logprobs[-1])
 
@@ -136,7 +137,7 @@ class Record:
         emitted = len(sample.ids) - step.known[row]
         whole = verdict.num_accepted[row]
         accepted = min(whole, step.keep[row])
-        self.stats.observe(proposal.lens[row], len(drafts), accepted, emitted, window=step.keep[row])
+        self._stats(sample).observe(proposal.lens[row], len(drafts), accepted, emitted, window=step.keep[row])
         if self._config.mode == "cap_accept":
             self._ceiling.exact(emitted, emitted if sample.finish == "stop" else whole + 1)
         else:

@@ -67,17 +67,23 @@ class Reliability:
 
     def calibration_error(self) -> np.ndarray:
         """float64 [G], NaN where nothing was observed."""
-        return _divided(np.abs(self.predicted_GK - self.labels_GK).sum(1), self.count_GK.sum(1))
+        return divided(np.abs(self.predicted_GK - self.labels_GK).sum(1), self.count_GK.sum(1))
 
     def brier(self) -> np.ndarray:
-        return _divided(self.squared_G, self.count_GK.sum(1))
+        return divided(self.squared_G, self.count_GK.sum(1))
 
     def auc(self) -> np.ndarray:
         """Chance that an accepted draft was predicted higher than a refused one, ties halved; [G]."""
+        return divided(*self.pairs())
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [G]: pairs of an accepted and a refused draft in which the former was predicted higher, ties
+        halved, and all pairs. Added over engines they compare drafts of the same engine only."""
         below_GC = np.cumsum(self.refused_GC, axis=1) - self.refused_GC
         won_G = (self.accepted_GC * (below_GC + 0.5 * self.refused_GC)).sum(1)
-        return _divided(won_G, self.accepted_GC.sum(1) * self.refused_GC.sum(1))
+        return won_G, self.accepted_GC.sum(1) * self.refused_GC.sum(1)
 
 
-def _divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+def divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """NaN where nothing was observed."""
     return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator > 0)

@@ -339,7 +339,7 @@ class Speculation:
     def burst(self, samples: list[Sample], tokens: int, seconds: float | None) -> None:
         """A burst of plain steps has been committed: `tokens` in all, in `seconds` a step where that is
         known."""
-        self.record.stats.plain_steps += tokens
+        self.record.passed(samples, tokens)
         running = [sample for sample in samples if sample.sequence is not None]
         for sample in running:
             # Whatever was open waited for tokens that nobody looked at.

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.dspark.block_estimate import CeilingSums
-
 
 @dataclass(slots=True)
 class DraftStats:
     """Sums over requests' verify steps, of one request, class or engine.
 
-    `verify_rows` counts 1 + drafts verified, `padding_rows` what tiers added. `accepted_at[k]` counts
+    `verify_rows` counts 1 + drafts verified, `plain_steps` steps without drafts. `accepted_at[k]` counts
     steps that kept more than k drafts, `windows[n]` those that might keep n, `lengths[n]` those that
-    emitted n tokens. `ceiling` bounds what whole windows would have emitted.
+    emitted n tokens.
     """
 
     max_drafts: int
@@ -33,11 +31,9 @@ class DraftStats:
     accepted: int = 0
     emitted: int = 0
     verify_rows: int = 0
-    padding_rows: int = 0
     accepted_at: np.ndarray = field(init=False)
     windows: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
-    ceiling: CeilingSums = field(default_factory=CeilingSums)
 
     def __post_init__(self) -> None:
         self.accepted_at = np.zeros(self.max_drafts, dtype=np.int64)
@@ -60,39 +56,13 @@ class DraftStats:
         self.windows[verified if window is None else window] += 1
         self.lengths[emitted] += 1
 
-    def observe_plain(self) -> None:
-        """One request's step without drafts."""
-        self.plain_steps += 1
-
     def add(self, other: DraftStats) -> None:
-        for name in (
-            "steps",
-            "plain_steps",
-            "drafted",
-            "proposed",
-            "accepted",
-            "emitted",
-            "verify_rows",
-            "padding_rows",
-        ):
+        for name in ("steps", "plain_steps", "drafted", "proposed", "accepted", "emitted", "verify_rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("accepted_at", "windows", "lengths"):
             getattr(self, name).__iadd__(getattr(other, name))
-        self.ceiling.add(other.ceiling)
 
     @property
     def accept_length(self) -> float:
         """Tokens per verify step; NaN before the first."""
         return self.emitted / self.steps if self.steps else float("nan")
-
-    @property
-    def committed_per_row(self) -> float:
-        return self.emitted / self.verify_rows if self.verify_rows else float("nan")
-
-    @property
-    def utilisation(self) -> tuple[float, float]:
-        """Bounds of tokens emitted over tokens that whole windows would have emitted."""
-        sums = self.ceiling
-        if not sums.steps:
-            return float("nan"), float("nan")
-        return sums.emitted / sums.upper, sums.emitted / sums.lower

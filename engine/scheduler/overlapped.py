@@ -161,7 +161,7 @@ class OverlappedLoop:
 
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
-        columns, tokens = burst.result.wait(), 0
+        columns, tokens = burst.result.wait(), [0] * len(burst.samples)
         for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
             if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
                 continue
@@ -170,7 +170,7 @@ class OverlappedLoop:
             if count > 0:
                 ids, wanted = columns.tokens(row, start, start + count, sample.row.want)
                 self._counters.decode_rows += count
-                tokens += count
+                tokens[row] = count
                 self._committer.commit_run(sample, ids, wanted, has_host_stops(sample))
             if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
                 self._committer.fail_bad_logits(sample)

@@ -52,6 +52,7 @@ class _Snapshot:
     pending: str | None
     running: int
     waiting: int
+    drafter_version: int = 0
 
 
 class EngineHost:
@@ -267,6 +268,7 @@ class EngineHost:
             state="fenced" if self._thread.ended is not None else seen.state,  # type: ignore[arg-type]
             last_step_age_ms=(time.monotonic() - self._thread.last_turn) * 1e3,
             policy_version=seen.policy_version,
+            drafter_version=seen.drafter_version,
             pending_update=seen.pending,
             running=seen.running,
             waiting=seen.waiting,
@@ -292,7 +294,12 @@ class EngineHost:
     # --- inside -------------------------------------------------------------------------------
 
     def _origin_at(self, policy_version: int) -> Origin:
-        return Origin(engine_id=self.engine_id, incarnation=self.incarnation, policy_version=policy_version)
+        return Origin(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            policy_version=policy_version,
+            drafter_version=self._snapshot.drafter_version,
+        )
 
     def _observe(self, engine: Engine) -> None:
         gauges = engine.gauges()
@@ -302,6 +309,7 @@ class EngineHost:
             engine.pending,
             gauges.running + gauges.prefilling,
             gauges.waiting,
+            engine.drafter_version,
         )
 
     def _forget(self, stream: GroupStream) -> None:

@@ -89,26 +89,6 @@ def report_of_statistics(
     )
 
 
-def statistics_of_counters(counters: Mapping[str, float]) -> DraftStats:
-    """An engine's `draft_counters`, or their differences between two moments, as statistics that add up."""
-    known = {name.removeprefix("draft_"): value for name, value in counters.items()}
-    stats = DraftStats(sum(name.startswith("accepted_at_") for name in known))
-    for field, name in (
-        ("steps", "steps"),
-        ("plain_steps", "plain_steps"),
-        ("drafted", "proposed"),
-        ("proposed", "verified"),
-        ("accepted", "accepted"),
-        ("emitted", "emitted"),
-        ("verify_rows", "verify_rows"),
-    ):
-        setattr(stats, field, int(known[name]))
-    for field in ("accepted_at", "windows", "lengths"):
-        array = getattr(stats, field)
-        array[:] = [int(known[f"{field}_{place}"]) for place in range(len(array))]
-    return stats
-
-
 def report_of_rounds(
     log: RoundLog, *, rule: str, temperature: float, scaling: SurvivalScaling | None = None
 ) -> EvaluationReport:

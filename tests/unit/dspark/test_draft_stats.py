@@ -19,7 +19,7 @@ def test_case_l3_counters_follow_one_definition():
     assert (stats.proposed, stats.accepted, stats.steps, stats.emitted) == (16, 7, 4, 11)
     assert stats.accept_length == 2.75 and live == [5.0, 4.0, 9 / 3, 2.75]
     assert stats.accepted_at.tolist() == [3, 2, 1, 1]
-    assert stats.verify_rows == 20 and stats.committed_per_row == 11 / 20
+    assert stats.verify_rows == 20
     assert stats.windows.tolist() == [0, 0, 0, 0, 4] and stats.lengths.tolist() == [0, 1, 1, 1, 0, 1]
 
 
@@ -113,11 +113,3 @@ def test_bounds_hold_on_average_over_all_that_can_happen():
             lower += weight * a1 * p[bonus] * sums.lower
             upper += weight * a1 * p[bonus] * sums.upper
     assert lower <= whole <= upper and upper - lower < 0.7
-
-
-def test_utilisation_is_an_interval_from_shared_sums():
-    estimate, stats = BlockEstimate(), DraftStats(2)
-    stats.ceiling = estimate.sums
-    estimate.step("r", [1, 2], [-1.0, -1.0], 1, 1, [1, 9], [-1.0, -1.0])
-    stats.observe(2, 1, 1, 2)
-    assert stats.utilisation == (2 / 3, 1.0)

@@ -5,7 +5,6 @@ import pytest
 
 from engine.collector import Collector
 from engine.errors import Conflict, InvalidRequest, SparkrollError, Unsupported
-from rollout.metrics import exposition
 from tests.support import ask, begin_of, make_engine, prompt, state_tensors, to_named, update
 from tests.unit.dspark.drafters import checkpoint, random_drafter
 from tests.unit.dspark.served import SHAPE, dspark, save_random
@@ -141,24 +140,6 @@ def test_memory_counts_the_drafter(t_full, drafter):
     assert mine["weights"] > theirs["weights"]
     # Two layers of two heads each, as the target has.
     assert mine["kv"] == 2 * theirs["kv"]
-
-
-def test_counters_are_exported_as_sums(t_full, drafter):
-    engine = make_engine(t_full, dspark=dspark(drafter))
-    use(engine)
-    text = exposition("engine", engine.draft_counters(), {}, {"engine": "e"})
-    counters = engine.draft_counters()
-    assert f'sparkroll_engine_draft_verified_total{{engine="e"}} {counters["draft_verified"]:.1f}' in text
-    for name in ("accepted_at_3", "survival_squared_error_0", "windows_4", "lengths_1", "cost_absolute_error_seconds"):
-        assert f"sparkroll_engine_draft_{name}_total{{" in text
-    windows = sum(n * counters[f"draft_windows_{n}"] for n in range(5))
-    lengths = sum(n * counters[f"draft_lengths_{n}"] for n in range(6))
-    assert (windows, lengths) == (counters["draft_verified"], counters["draft_emitted"])
-    assert counters["draft_ceiling_lower"] <= counters["draft_ceiling_upper"]
-    assert counters["draft_ceiling_emitted"] == counters["draft_emitted"], "whole windows are their own ceiling"
-    assert counters["draft_survival_count_0"] == counters["draft_windows_4"] + sum(
-        counters[f"draft_windows_{n}"] for n in range(1, 4)
-    )
 
 
 @pytest.mark.parametrize(

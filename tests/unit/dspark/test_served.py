@@ -208,7 +208,9 @@ def test_case_l3_counters_of_a_scripted_run(t_full):
     engine.abort()
     counters = engine.draft_counters()
     assert [counters[f"draft_{name}"] for name in ("verified", "accepted", "steps", "emitted")] == [16, 7, 4, 11]
-    assert [counters[f"draft_accepted_at_{k}"] for k in range(4)] == [3, 2, 1, 1]
+    report = engine.draft_report()
+    assert report.column("accepted_at", "position", 4).tolist() == [3, 2, 1, 1]
+    assert report.figures()["accept_length"] == 11 / 4 and report.figures()["verify_rate"] == 11 / 20
     use = sink.result().samples[0].draft_use
     assert (use.steps, use.verified, use.accepted) == (4, 16, 7)
 

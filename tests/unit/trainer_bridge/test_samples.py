@@ -16,7 +16,7 @@ from trainer_bridge.advantages import (
 )
 from trainer_bridge.environment import Action, Message, Observation, Outcome, SingleTurn
 from trainer_bridge.episodes import Turn, play
-from trainer_bridge.samples import Episode, TrainingSample, group_samples
+from trainer_bridge.samples import Episode, TrainingSample, is_trainable
 from trainer_bridge.staleness import StalenessFilter, lag
 
 
@@ -35,6 +35,13 @@ def group(samples: list[SampleOutput]) -> GroupOutput:
     return GroupOutput(group_id="g", samples=samples, prompt_tokens=2, hit=CacheHit(), policy_version=9)
 
 
+def recorded(one: SampleOutput, temperature: float = 1.0) -> TrainingSample:
+    """A single-turn sample."""
+    episode = Episode("g", one.index, np.array([1, 2], np.uint32), temperature)
+    episode.record(one)
+    return episode.close(1.0)
+
+
 class Bytes:
     """A codec of one id per character."""
 
@@ -47,39 +54,29 @@ class Bytes:
 
 def test_case_b8_samples_carry_the_versions_of_their_tokens_not_of_the_reply() -> None:
     spans = [Span(start=0, end=10, policy_version=0), Span(start=10, end=40, policy_version=1)]
-    (sample,) = group_samples([1, 2], group([output(list(range(40)), spans=spans)]), [1.0], temperature=1.0)
+    sample = recorded(output(list(range(40)), spans=spans))
     assert sample.spans == spans and sample.oldest_version == 0
     assert lag(sample, 1) == 1
 
 
-def test_errors_and_aborts_make_no_samples_and_keep_the_others_rewards() -> None:
-    outputs = [
-        output([5], 0),
-        output([6], 1, "error"),
-        output([], 2, "abort"),
-        output([7], 3, "length"),
-        output([8], 4, "abort"),
-    ]
-    samples = group_samples([1, 2], group(outputs), [0.0, 1.0, 2.0, 3.0, 4.0], temperature=1.0)
-    assert [(s.index, s.reward) for s in samples] == [(0, 0.0), (3, 3.0)]
-    with pytest.raises(InvalidRequest, match="rewards: expected 5 values"):
-        group_samples([1, 2], group(outputs), [0.0], temperature=1.0)
+def test_errors_and_aborts_make_no_samples() -> None:
+    outputs = [output([5]), output([6], 1, "error"), output([], 2, "abort"), output([7], 3, "length")]
+    assert [is_trainable(one) for one in outputs] == [True, False, False, True]
+    assert not is_trainable(output([8], 4, "abort"))
 
 
 def test_case_c1_raw_logprobs_at_another_temperature_are_refused() -> None:
     raw = output([5], logprob_definition="raw")
     with pytest.raises(InvalidRequest, match=r"log-probabilities at temperature 0\.6"):
-        group_samples([1], group([raw]), [0.0], temperature=0.6)
-    assert len(group_samples([1], group([raw]), [0.0], temperature=1.0)) == 1
+        recorded(raw, temperature=0.6)
+    assert recorded(raw).num_trained == 1
 
 
 def test_columns_of_unequal_length_or_uncovered_tokens_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="logprobs: expected 2 values"):
-        group_samples([1], group([output([5, 6], logprobs=np.zeros(1, np.float32))]), [0.0], temperature=1.0)
+        recorded(output([5, 6], logprobs=np.zeros(1, np.float32)))
     with pytest.raises(InvalidRequest, match="a policy version for every trained token"):
-        group_samples(
-            [1], group([output([5, 6], spans=[Span(start=0, end=1, policy_version=0)])]), [0.0], temperature=1.0
-        )
+        recorded(output([5, 6], spans=[Span(start=0, end=1, policy_version=0)]))
 
 
 class Guess:

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.errors import Conflict, InvalidRequest
 from engine.types import GroupRequest, SamplingParams
 from trainer_bridge.publisher import Publisher
-from trainer_bridge.samples import group_samples
+from trainer_bridge.samples import Episode
 from trainer_bridge.trainer import OptimConfig, PolicyTrainer
 from trainer_bridge.transports import BodyTransport, DiskTransport, InProcessControl, InProcessTransport, Transport
 
@@ -132,7 +132,11 @@ def test_case_c1_rollout_and_trainer_agree_after_an_update(engine: Engine, tempe
     prompt_ids = np.array([1, 9, 30, 17, 5], np.uint32)
     sampling = SamplingParams(temperature=temperature, max_new=12, seed=3)
     (group,) = engine.generate([GroupRequest(group_id="g", prompt_ids=prompt_ids, n=6, sampling=sampling)])
-    samples = group_samples(prompt_ids, group, [0.0] * 6, temperature)
+    samples = []
+    for output in group.samples:
+        episode = Episode("g", output.index, prompt_ids, temperature)
+        episode.record(output)
+        samples.append(episode.close(0.0))
     assert len(samples) == 6 and all(span.policy_version == 1 for s in samples for span in s.spans)
     trainer = PolicyTrainer(model, OptimConfig(), pad_id=0)
     for sample, scores in zip(samples, trainer.score(samples), strict=True):

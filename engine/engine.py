@@ -317,9 +317,9 @@ class Engine:
         return DraftReport() if speculation is None else speculation.record.report()
 
     def draft_counters(self) -> dict[str, float]:
-        """Sums over speculation since the start (`engine.dspark.record`); empty without a drafter."""
-        speculation = self._parts.speculation
-        return {} if speculation is None else speculation.record.counters()
+        """The report's totals over domains, positions and bins, by `draft_` and name."""
+        report = self.draft_report()
+        return {f"draft_{name}": report.total(name) for name in sorted({name for name, _ in report.values})}
 
     def gauges(self) -> EngineGauges:
         parts, scheduler = self._parts, self._scheduler

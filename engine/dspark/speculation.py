@@ -336,8 +336,8 @@ class Speculation:
         committed = Committed((), (), ids_B, positions_B.clamp(min=0), write_slots_B.clamp(min=0), features)
         self.drafter.commit(committed)
 
-    def burst(self, samples: list[Sample], tokens: int, seconds: float | None) -> None:
-        """A burst of plain steps has been committed: `tokens` in all, in `seconds` a step where that is
+    def burst(self, samples: list[Sample], tokens: Sequence[int], seconds: float | None) -> None:
+        """A burst of plain steps has been committed: tokens of each sample, in `seconds` a step where that is
         known."""
         self.record.passed(samples, tokens)
         running = [sample for sample in samples if sample.sequence is not None]

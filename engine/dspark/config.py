@@ -36,8 +36,9 @@ class DSparkConfig:
     whenever a step drafts at all. Drafting is off above `max_rows` requests and for requests longer
     than `max_context` tokens; while it does not pay it is tried again every `probe_every` steps.
     `calibration` holds temperatures of confidences, refitted every `recalibrate_every` steps (0:
-    never). `cost` is a file of step times, read at the start where it fits; `sweep_seconds` bounds
-    the time spent on measuring them at the start otherwise.
+    never). Step times are measured at the start for `sweep_seconds` at most and refined by every step;
+    `cost` is the file that they are kept in and read from, which must be of such an engine (None: a
+    GPU's under the user's cache folder, a CPU's nowhere).
     """
 
     drafter: str = "none"

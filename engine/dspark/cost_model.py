@@ -17,7 +17,8 @@ Shapes: D coefficients, C candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +95,8 @@ class CostModel:
         self._shortest = math.inf
         self.observed = 0
         self.errors = CostErrors()
+        self.on_observed: Callable[[CostModel], None] | None = None
+        """Called after every measured step: whoever keeps the model (`engine.dspark.cost_file`)."""
 
     def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
         """Fit the start-up sweep, as one and without counting errors."""
@@ -113,6 +116,8 @@ class CostModel:
             self.errors.measured += seconds
         bounded = self.observed >= len(self._coefficients_D)
         self._learn(self._features([shape])[0], seconds, self._wander, bounded)
+        if self.on_observed is not None:
+            self.on_observed(self)
 
     def predict(self, shapes: Sequence[StepShape]) -> np.ndarray:
         """Seconds float64 [C], never below a tenth of the shortest step seen."""
@@ -131,7 +136,10 @@ class CostModel:
             observed=self.observed,
             shortest=self._shortest,
         )
-        path.write_bytes(msgspec.json.encode(table))
+        # Whole or not at all: another engine may read it at any time.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial.write_bytes(msgspec.json.encode(table))
+        os.replace(partial, path)
 
     @staticmethod
     def load(path: Path, key: CostKey) -> CostModel:

@@ -18,6 +18,7 @@ from engine.batch import ForwardBatch
 from engine.config import EngineConfig, number
 from engine.dspark.acceptance import Round, verify_coupled
 from engine.dspark.config import number_of_drafts
+from engine.dspark.cost_file import CostFile
 from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
 from engine.dspark.drafter import Committed, Drafter, DraftRows
 from engine.dspark.picks import CoupledPick
@@ -35,15 +36,17 @@ _FIRST_KEY = -1000
 def prepare_cost(
     config: EngineConfig, drafter: Drafter, pages: PageManager, runner: ModelRunner, sampler: Sampler
 ) -> CostModel:
-    """A cost model from the configured file where it fits this engine, else from a sweep."""
+    """A cost model from an earlier run of such an engine, else from a sweep; kept as it is refined."""
     dspark, spec = config.dspark, runner.model.spec
-    key = cost_key(config, runner, drafter)
-    if dspark.cost is not None and dspark.cost.exists():
-        return CostModel.load(dspark.cost, key)
     rows, drafts = number(config.scheduler.max_running), number_of_drafts(dspark, drafter.traits)
     row_knots, tier_knots = _powers(rows), _powers(rows * (1 + drafts))
-    cost = CostModel(row_knots, tier_knots)
-    if dspark.sweep_seconds > 0:
+    file = CostFile(dspark.cost, cost_key(config, runner, drafter, row_knots, tier_knots), config.device != "cpu")
+    kept = file.load()
+    cost = CostModel(row_knots, tier_knots) if kept is None else kept
+    cost.on_observed = file.keep
+    if kept is not None:
+        print(f"dspark: step times of {kept.observed} steps from {file.path}", file=sys.stderr)
+    elif dspark.sweep_seconds > 0:
         longest = min(spec.context_len, drafter.traits.context_len) - max(drafts, drafter.traits.block) - 2
         contexts = sorted({min(context, longest) for context in _CONTEXTS})
         shapes = sweep_shapes(row_knots, tier_knots, drafts, [context for context in contexts if context > 0])
@@ -52,18 +55,22 @@ def prepare_cost(
             shapes = [shape for shape in shapes if shape.drafting]
         shapes.sort(key=lambda shape: (shape.tier, shape.tokens_read))
         cost.seed(_Sweep(drafter, pages, runner, sampler).run(shapes, dspark.sweep_seconds))
-        if dspark.cost is not None:
-            cost.save(dspark.cost, key)
+        file.keep(cost)
     return cost
 
 
-def cost_key(config: EngineConfig, runner: ModelRunner, drafter: Drafter) -> CostKey:
+def cost_key(
+    config: EngineConfig, runner: ModelRunner, drafter: Drafter, row_knots: list[int], tier_knots: list[int]
+) -> CostKey:
     spec, traits = runner.model.spec, drafter.traits
     shape = f"{spec.architecture} {spec.num_layers}x{spec.hidden} {config.dtype}"
     device = torch.device(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
+    loop = f"{config.loop}, deterministic" if config.deterministic else config.loop
     return CostKey(
-        model=f"{shape} + {traits.name} of {traits.max_drafts} drafts", device=name, graphs=f"none, {config.attention}"
+        model=f"{shape} + {traits.name} of {traits.max_drafts} drafts",
+        device=name,
+        graphs=f"{config.attention}, {loop}, rows {_listed(row_knots)}, tiers {_listed(tier_knots)}",
     )
 
 
@@ -133,6 +140,10 @@ class _Sweep:
             num_decode=len(lens) if plain else 0,
             logit_rows_R=torch.arange(len(positions_T), device=self._device),
         )
+
+
+def _listed(knots: list[int]) -> str:
+    return "/".join(map(str, knots))
 
 
 def _powers(most: int) -> list[int]:

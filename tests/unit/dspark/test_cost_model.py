@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.dspark.cost_file import CostFile
 from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
 from engine.errors import InvalidRequest
 
@@ -108,3 +109,30 @@ def test_a_table_is_kept_by_model_device_and_graphs(tmp_path):
     path.write_text("{}")
     with pytest.raises(InvalidRequest, match="stored cost table"):
         CostModel.load(path, KEY)
+
+
+def test_what_was_learnt_is_kept_and_found_again(tmp_path, monkeypatch):
+    """After the sweep, then ever more rarely; a file in the cache that is no table is measured anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file, shape = CostFile(None, KEY, on_gpu=True), StepShape(1, 1, False)
+    assert file.load() is None and CostFile(None, KEY, on_gpu=False).path is None
+    model = CostModel([1, 8], [1, 8])
+    model.on_observed = file.keep
+    model.seed([(shape, 0.01)] * 3)
+    assert file.path is not None
+    written = []
+    for step in range(2000):
+        model.observe(shape, 0.01)
+        if file.path.exists():
+            file.path.rename(file.path.with_suffix(".old"))
+            written.append(step)
+    assert written == [0, 512, 1536]
+    file.path.with_suffix(".old").rename(file.path)
+    stored = CostFile(None, KEY, on_gpu=True).load()
+    assert stored is not None and stored.observed == 3 + 1537
+    assert stored.predict([shape])[0] == pytest.approx(0.01, rel=1e-3)
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+    file.path.write_text("{")
+    assert CostFile(None, KEY, on_gpu=True).load() is None
+    with pytest.raises(InvalidRequest, match="cost table"):
+        CostFile(file.path, KEY, on_gpu=True).load()

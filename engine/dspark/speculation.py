@@ -112,6 +112,16 @@ class Speculation:
 
     def draft(self, samples: list[Sample]) -> DraftStep:
         """Decide on the next step of these rows, each with room for its next token, and draft for it."""
+        step, most, proposal = self.foresee(samples)
+        if step.plan.drafting:
+            self._fill(step, most, proposal)
+        else:
+            step.drafts, step.keep = [[] for _ in step.samples], [0] * len(step.samples)
+        return step
+
+    def foresee(self, samples: list[Sample]) -> tuple[DraftStep, list[int], Proposal | None]:
+        """A step's plan without its drafts, the most of them by row, and the drafts where they are known before
+        the plan is made."""
         began = time.perf_counter()
         self._step += 1
         self._adopt(samples)
@@ -130,11 +140,7 @@ class Speculation:
         self.record.planning_seconds += time.perf_counter() - began
         if self.alternation is not None:
             self.alternation.answered(step.plan.drafting, step.plan.probe, any(most))
-        if step.plan.drafting:
-            self._fill(step, most, proposal)
-        else:
-            step.drafts, step.keep = [[] for _ in samples], [0] * len(samples)
-        return step
+        return step, most, proposal
 
     def _adopt(self, samples: list[Sample]) -> None:
         """Tell the drafter who came and who has gone since the last step."""
@@ -322,6 +328,14 @@ class Speculation:
             seconds = None
         self.record.observe(step, seconds)
 
+    def learn(self, step: DraftStep, seconds: float | None) -> None:
+        """A round that the device decided on by itself, as `finish`: its confidences are news too."""
+        if step.proposal is not None and step.proposal.confidence_BG is not None:
+            self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
+        self.finish(step, seconds)
+        if not self.captured_layers:
+            self._tell([sample for sample in step.samples if sample.sequence is not None])
+
     # --- plain steps in bursts ------------------------------------------------------------------
 
     def absorb(
@@ -357,6 +371,13 @@ class Speculation:
         """Tell a drafter that needs nothing but tokens of those that bursts brought, and ask for a round
         where it has found something to say."""
         self._adopt(samples)
+        self._tell(samples)
+        if self.drafter.traits.foreseen and self.alternation is not None and self.alternation.wants_hints:
+            going_on = [sample for sample in samples if sample.remaining > 1]
+            if going_on and any(self._propose(going_on, torch.device("cpu")).lens):
+                self.alternation.hint()
+
+    def _tell(self, samples: list[Sample]) -> None:
         for sample in samples:
             slot, start, end = _slot(sample), self._told[_slot(sample)], sample.length - 1
             self._told[slot] = end
@@ -364,10 +385,6 @@ class Speculation:
             ids_T = torch.tensor(sample.ids[len(sample.ids) - 1 - new : len(sample.ids) - 1], dtype=torch.int64)
             positions_T = torch.arange(start, end)
             self.drafter.commit(Committed([slot], [new], ids_T, positions_T, positions_T, {}))
-        if self.drafter.traits.foreseen and self.alternation is not None and self.alternation.wants_hints:
-            going_on = [sample for sample in samples if sample.remaining > 1]
-            if going_on and any(self._propose(going_on, torch.device("cpu")).lens):
-                self.alternation.hint()
 
     def passed(self, steps: int) -> None:
         """Steps of a burst have been launched."""

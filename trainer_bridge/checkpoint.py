@@ -1,7 +1,7 @@
 """Checkpoints that a run can be resumed from.
 
-Owns the layout of a checkpoint folder: `policy/` (a Hugging Face folder with its tokenizer),
-`trainer.pt` (optimiser, schedule, random state; tensors and plain values only) and `run.json`
+Owns the layout of a checkpoint folder: `policy/` (a Hugging Face folder with its tokenizer, or an
+adapter that peft saved), `trainer.pt` (optimiser, schedule, random state; tensors and plain values only) and `run.json`
 (whatever the recipe needs to go on). A checkpoint appears whole or not at all. Ignores when to
 save.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,15 @@ def save_checkpoint(
     root: Path,
     step: int,
     trainer: PolicyTrainer,
-    tokenizer: PreTrainedTokenizerBase,
+    save: Callable[[Path], None],
     run: dict[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Saves step `step` under `root` and removes all but the newest `keep` checkpoints."""
-    model = trainer.model
-    assert isinstance(model, PreTrainedModel), "a checkpoint needs a transformers model"
+    """Saves step `step` under `root` and removes all but the newest `keep` checkpoints. `save` writes the
+    policy into a folder."""
     folder = root / f"step-{step:06d}"
     partial = partial_folder(folder)
-    save_policy(partial / "policy", model, tokenizer)
+    save(partial / "policy")
     torch.save(trainer.state_dict(), partial / "trainer.pt")
     (partial / "run.json").write_text(json.dumps(run, indent=1))
     put_in_place(partial, folder)

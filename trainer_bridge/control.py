@@ -8,13 +8,13 @@ this process. Ignores how tensors travel (`transports`) and when they are sent (
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from engine.errors import DeadlineExceeded, Unsupported
-from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from engine.types import AdapterUpdateReport, NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 
 R = TypeVar("R")
 
@@ -54,6 +54,23 @@ class LiveControl(Protocol):
     def update_live(self, txn: str, tensors: Mapping[str, Tensor]) -> UpdateProgress: ...
 
 
+class AdapterControl(Protocol):
+    """Takes revisions of LoRA policies: the rollout client over HTTP, `InProcessControl` over an engine."""
+
+    def update_adapter(
+        self,
+        name: str,
+        *,
+        config: dict[str, Any] | None = None,
+        tensors: Sequence[NamedTensor] = (),
+        uri: str | None = None,
+        rev: int | None = None,
+        txn: str | None = None,
+    ) -> AdapterUpdateReport:
+        """Either `config` and `tensors`, or a folder `uri`. With `txn` that open update's commit publishes it."""
+        ...
+
+
 class BoundedControl:
     """A control whose every call ends within `timeout_s`, whether the other side answers or not.
 
@@ -90,20 +107,25 @@ class BoundedControl:
         return self._call("version", self._control.version)
 
     def _call(self, name: str, call: Callable[[], R]) -> R:
-        results: list[R] = []
-        failures: list[BaseException] = []
+        return bounded(name, self.timeout_s, call)
 
-        def run() -> None:
-            try:
-                results.append(call())
-            except BaseException as error:  # handed to the caller below
-                failures.append(error)
 
-        thread = threading.Thread(target=run, name=f"update-{name}", daemon=True)
-        thread.start()
-        thread.join(self.timeout_s)
-        if failures:
-            raise failures[0]
-        if not results:
-            raise DeadlineExceeded(field=name, expected=f"an answer within {self.timeout_s} s", actual="silence")
-        return results[0]
+def bounded(name: str, timeout_s: float, call: Callable[[], R]) -> R:
+    """The result of `call`, or `DeadlineExceeded` where it takes longer: it then goes on unobserved."""
+    results: list[R] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # handed to the caller below
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=f"update-{name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise DeadlineExceeded(field=name, expected=f"an answer within {timeout_s} s", actual="silence")
+    return results[0]

@@ -7,15 +7,17 @@ away: bfloat16 keeps 8 bits, and a step changes less than the last of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 
 class MasterWeights:
-    """`params` are the model's parameters in order, `masters` what the optimiser takes for them."""
+    """`params` are the trained parameters in order, `masters` what the optimiser takes for them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.params = list(params)
         self.masters = [
             param if param.dtype == torch.float32 else nn.Parameter(param.detach().float()) for param in self.params
         ]

@@ -7,6 +7,7 @@ counted: one bad sample must not end a run, nor reach the weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,8 @@ class OptimConfig:
 
 class PolicyTrainer:
     """Owns `model` while it exists; `model` stays in evaluation mode, as dropout would make the
-    trainer's log-probabilities differ from the rollout's. A model in 16 bits is trained through
-    fp32 copies of its parameters (`MasterWeights`)."""
+    trainer's log-probabilities differ from the rollout's. Parameters that want no gradient stay as they are.
+    Others in 16 bits are trained through fp32 copies (`MasterWeights`)."""
 
     def __init__(self, model: nn.Module, config: OptimConfig, pad_id: int) -> None:
         self.model = model.eval()
@@ -79,7 +80,7 @@ class PolicyTrainer:
         self.updates = 0
         self.skipped = 0
         self._device = next(model.parameters()).device
-        self.weights = MasterWeights(model)
+        self.weights = MasterWeights(param for param in model.parameters() if param.requires_grad)
         self._offload = Offload()
         self.optimizer = torch.optim.AdamW(
             self.weights.masters,
@@ -146,6 +147,20 @@ class PolicyTrainer:
                     scores[id(sample)] = current_T[first : first + len(sample.output_ids)]
         return [scores[id(sample)] for sample in samples]
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Go on at so many times the rate, under the same schedule."""
+        self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] *= factor
+            group["lr"] *= factor
+
+    @torch.no_grad()
+    def copy_from(self, other: PolicyTrainer) -> None:
+        """Become the other one: its trained weights, optimiser and schedule, in memory of one's own."""
+        for mine, theirs in zip(self.weights.params, other.weights.params, strict=True):
+            mine.copy_(theirs)
+        self.load_state_dict(copy.deepcopy(other.state_dict()))
+
     def offload(self) -> int:
         """Leave the device to somebody else: parameters and optimiser go to host memory. Returns
         the bytes freed; nothing but `restore` may be called until then."""
@@ -157,7 +172,7 @@ class PolicyTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "masters": [copy.detach() for copy in self.weights.copies],
+            "masters": [master.detach() for master in self.weights.copies],
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "updates": self.updates,
@@ -208,7 +223,7 @@ class PolicyTrainer:
         return norm
 
     def _device_tensors(self) -> Iterator[Tensor]:
-        yield from self.weights.params
+        yield from self.model.parameters()
         yield from self.weights.copies
         for state in self.optimizer.state.values():
             # Counts of one element stay where AdamW wants them.

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -18,48 +19,68 @@ from recipes.grpo.config import PRESETS, GrpoConfig
 RECIPE = "recipe.json"
 
 
-def main(
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "demo",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Output folder of a run to go on with.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop (and save) after this train_step.")] = None,
-    show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
-) -> None:
-    """Train a small policy to answer arithmetic questions with GRPO."""
+Presets = Mapping[str, Callable[[], GrpoConfig]]
+
+
+def command(presets: Presets, default: str, summary: str) -> Callable[..., None]:
+    """The command line of a run that begins with one of `presets`."""
+
+    def main(
+        preset: Annotated[str, typer.Option(help="Name of a preset.")] = default,
+        settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
+        resume: Annotated[Path | None, typer.Option(help="Output folder of a run to go on with.")] = None,
+        max_steps: Annotated[int | None, typer.Option(help="Stop (and save) after this train_step.")] = None,
+        show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
+    ) -> None:
+        quiet()
+        overrides = list(settings or [])
+        try:
+            if resume is not None:
+                preset, overrides = _recipe_of(resume, overrides)
+            config = configuration(preset, overrides, resume, max_steps, presets)
+            if show:
+                print("\n".join(describe(config)))
+                return
+            # Imported late: answering --help needs neither torch nor Ray.
+            from transformers.utils import logging as transformers_logging
+
+            from recipes.grpo.loop import run
+
+            transformers_logging.disable_progress_bar()
+            config.output.mkdir(parents=True, exist_ok=True)
+            (config.output / RECIPE).write_text(json.dumps({"preset": preset, "set": overrides}))
+            results = run(config, resume=resume is not None)
+        except SparkrollError as error:
+            print(f"error: {error.message}", file=sys.stderr)
+            raise typer.Exit(1) from error
+        print(json.dumps(results), flush=True)
+
+    main.__doc__ = f"{summary} Presets: {', '.join(presets)}."
+    return main
+
+
+def quiet() -> None:
+    """Standard output is for results; standard error for progress and warnings that matter."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    overrides = list(settings or [])
-    try:
-        if resume is not None:
-            preset, overrides = _recipe_of(resume, overrides)
-        config = configuration(preset, overrides, resume, max_steps)
-        if show:
-            print("\n".join(describe(config)))
-            return
-        # Imported late: answering --help needs neither torch nor Ray.
-        from transformers.utils import logging as transformers_logging
 
-        from recipes.grpo.loop import run
 
-        transformers_logging.disable_progress_bar()
-        config.output.mkdir(parents=True, exist_ok=True)
-        (config.output / RECIPE).write_text(json.dumps({"preset": preset, "set": overrides}))
-        results = run(config, resume=resume is not None)
-    except SparkrollError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    print(json.dumps(results), flush=True)
+main = command(PRESETS, "demo", "Train a small policy to answer arithmetic questions with GRPO.")
 
 
 def configuration(
-    preset: str, overrides: list[str], output: Path | None = None, max_steps: int | None = None
+    preset: str,
+    overrides: list[str],
+    output: Path | None = None,
+    max_steps: int | None = None,
+    presets: Presets = PRESETS,
 ) -> GrpoConfig:
     """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
-    if preset not in PRESETS:
-        raise InvalidRequest(field="preset", expected=f"one of {sorted(PRESETS)}", actual=preset)
+    if preset not in presets:
+        raise InvalidRequest(field="preset", expected=f"one of {sorted(presets)}", actual=preset)
     extra = [] if output is None else [f"output={json.dumps(str(output))}"]
     extra += [] if max_steps is None else [f"max_steps={max_steps}"]
-    return load_config(GrpoConfig, overrides=[*overrides, *extra], base=PRESETS[preset]())
+    return load_config(GrpoConfig, overrides=[*overrides, *extra], base=presets[preset]())
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> tuple[str, list[str]]:

@@ -93,12 +93,31 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA policy `name` on top of the model, which stays as it is. `targets` are module names, or
+    "all-linear" alone."""
+
+    name: str = "policy"
+    rank: int = 16
+    alpha: int = 32
+    rslora: bool = False
+    targets: tuple[str, ...] = ("all-linear",)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InvalidRequest(field="adapter.rank", expected="at least 1", actual=self.rank)
+        if not self.targets:
+            raise InvalidRequest(field="adapter.targets", expected="at least one", actual=self.targets)
+
+
+@dataclass(frozen=True, slots=True)
 class GrpoConfig:
     """`steps` is the train_step count of the whole run, `max_steps` where this process stops (and
     saves) before it. `trainer_threads` None leaves torch as it is: two threads are faster on idle
     cores and many times slower on busy ones. `shuffle_rewards` gives every sample another one's
     reward, a control that must not learn. `overlong_buffer` tokens before the limit answers begin
-    to lose reward (DAPO; 0 switches it off). Every `evaluate_every` steps the held-out questions
+    to lose reward (DAPO; 0 switches it off). With `adapter` a LoRA policy is trained and published
+    instead of the whole model. Every `evaluate_every` steps the held-out questions
     are asked (0: before and after the run only)."""
 
     output: Path = Path("outputs/grpo")
@@ -114,6 +133,7 @@ class GrpoConfig:
     overlong_buffer: int = 0
     task: SumsConfig | DigitPairsConfig = SumsConfig()
     model: RandomModel | ChatModel = RandomModel()
+    adapter: AdapterConfig | None = None
     warmup: WarmupConfig = WarmupConfig()
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = LossConfig(kind="dr_grpo")
@@ -124,6 +144,10 @@ class GrpoConfig:
         if not 0 <= self.overlong_buffer <= self.rollout.max_new:
             raise InvalidRequest(
                 field="overlong_buffer", expected=f"0 to {self.rollout.max_new}", actual=self.overlong_buffer
+            )
+        if self.adapter is not None and self.rollout.where == "colocated" and "weights" in self.rollout.release:
+            raise InvalidRequest(
+                field="rollout.release", expected="no weights: updates bring an adapter's alone", actual="weights"
             )
         if self.warmup.steps and not isinstance(self.task, SumsConfig):
             raise InvalidRequest(field="warmup.steps", expected="0: this task has no teacher", actual=self.warmup.steps)

@@ -2,7 +2,7 @@
 
 Owns the order of things, and with it who has the device when engine and trainer share one. Every
 part is somewhere else: questions in tasks, groups in `rollouts`, engines in `serving`, updates in
-`trainer_bridge.trainer`, versions in `trainer_bridge.publisher`.
+`trainer_bridge.trainer`, versions in `student`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.config import describe
 from recipes.arithmetic import SumQuestion, SumsConfig, make_sums
 from recipes.digit_pairs import make_digit_pairs
 from recipes.grpo.config import GrpoConfig
+from recipes.grpo.learner import Learner
 from recipes.grpo.order import Order
 from recipes.grpo.policy import make_policy
 from recipes.grpo.progress import Display, note, steps_table, summary_table
@@ -30,17 +31,18 @@ from recipes.grpo.report import run_results
 from recipes.grpo.rollouts import Rollout, Sampler
 from recipes.grpo.serving import Serving, serving
 from recipes.grpo.state import RunState
+from recipes.grpo.student import Student, make_student
 from recipes.grpo.warmup import warm_up
 from recipes.tasks import Question, Questions
 from recipes.tracking import Tracker, wandb_sinks
-from trainer_bridge.advantages import add_overlong_penalties, assign_advantages, split_zero_variance
 from trainer_bridge.agreement import Agreement, measure_agreement
 from trainer_bridge.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, save_policy
-from trainer_bridge.publisher import Publisher
 from trainer_bridge.staleness import StalenessFilter
 from trainer_bridge.trainer import PolicyTrainer
 
 WARMUP, TRAIN = "warmup_step", "train_step"
+INITIAL = "initial_policy"
+"""Folder that engines start from."""
 AGREEMENT_SAMPLES = 256
 """Samples of the first and of the last step on which engine and trainer are compared."""
 
@@ -48,7 +50,7 @@ AGREEMENT_SAMPLES = 256
 def run(config: GrpoConfig, *, resume: bool = False, display: Display | None = None) -> dict[str, Any]:
     """Runs or resumes `config`; returns the results that the last line of output shows."""
     checkpoint = latest_checkpoint(config.output / "checkpoints") if resume else None
-    with display or Display() as shown, _threads(config.trainer_threads):
+    with display or Display() as shown, threads(config.trainer_threads):
         return GrpoRun(config, checkpoint, shown).run()
 
 
@@ -70,10 +72,12 @@ class GrpoRun:
             self.state = RunState(run_id=uuid.uuid4().hex[:8], settings=describe(config))
         else:
             self.state = RunState.from_dict(checkpoint.run, config)
-        self.policy = make_policy(config.model, config.seed, None if checkpoint is None else checkpoint.policy)
+        saved = None if checkpoint is None else checkpoint.policy
+        if saved is not None and config.adapter is not None:
+            saved = config.output / INITIAL
+        self.policy = make_policy(config.model, config.seed, saved)
         nn.Module.to(self.policy.model, self.device)
         self.order = Order(config.seed, self.state.asked)
-        self.staleness = StalenessFilter(config.rollout.max_lag)
         self.history: list[dict[str, float]] = []
         self.agreement: dict[int, Agreement] = {}
         sinks = wandb_sinks(config.output, self.state.run_id, config.tracking, describe(config), display.say)
@@ -82,19 +86,22 @@ class GrpoRun:
     def run(self) -> dict[str, Any]:
         started = time.monotonic() - self.state.seconds
         try:
-            trainer = self._trainer()
-            initial = self.config.output / "initial_policy"
+            config = self.config
+            if self.checkpoint is None:
+                self._warm_up()
+            initial = config.output / INITIAL
             save_policy(initial, self.policy.model, self.policy.tokenizer)
-            with serving(initial, self.config.rollout, self.device) as served, _interruptible() as interrupted:
-                sampler = Sampler(served, self.policy, self.config.rollout, self.config.seed, self.config.task.turns)
-                publisher = Publisher(served.control, served.transport, timeout_s=self.config.rollout.timeout_s)
-                if self.state.policy_version:
-                    publisher.publish(self.policy.model, self.state.policy_version)
-                else:
+            student = make_student(self.policy, config.adapter, config.seed, self.checkpoint and self.checkpoint.policy)
+            learner = self._learner(student)
+            with serving(initial, config.rollout, self.device) as served, interruptible() as interrupted:
+                turns = config.task.turns
+                sampler = Sampler(served, self.policy, config.rollout, config.seed, turns, student.adapter)
+                self.state.policy_version = student.connect(served, config.rollout.timeout_s, self.state.policy_version)
+                if self.checkpoint is None:
                     self.state.reward_before = self._evaluate(sampler)
-                reward_after = self._learn(served, sampler, publisher, trainer, interrupted, started)
-            trainer.restore()
-            save_policy(self.config.output / "policy", self.policy.model, self.policy.tokenizer)
+                reward_after = self._learn(served, sampler, student, learner, interrupted, started)
+            learner.trainer.restore()
+            student.save(config.output / "policy")
         finally:
             self.tracker.close()
         return self._results(reward_after, time.monotonic() - started)
@@ -103,8 +110,8 @@ class GrpoRun:
         self,
         served: Serving,
         sampler: Sampler,
-        publisher: Publisher,
-        trainer: PolicyTrainer,
+        student: Student,
+        learner: Learner,
         interrupted: list[int],
         started: float,
     ) -> float:
@@ -117,7 +124,7 @@ class GrpoRun:
             step_started = time.monotonic()
             questions = self.order.take(self.questions.training, config.rollout.groups)
             rollout = sampler.rollout(questions, state.train_step, state.policy_version)
-            values = self._trainers_turn(served, publisher, trainer, rollout, last, interrupted, started)
+            values = self._trainers_turn(served, student, learner, rollout, last, interrupted, started)
             values["timing_s/step"] = time.monotonic() - step_started
             self.tracker.log(TRAIN, state.train_step, values)
             self.history.append({"step": float(state.train_step), **values})
@@ -129,8 +136,8 @@ class GrpoRun:
     def _trainers_turn(
         self,
         served: Serving,
-        publisher: Publisher,
-        trainer: PolicyTrainer,
+        student: Student,
+        learner: Learner,
         rollout: Rollout,
         last: int,
         interrupted: list[int],
@@ -138,25 +145,28 @@ class GrpoRun:
     ) -> dict[str, float]:
         """From a rollout to new weights in the engines. Where both share a device, the engine gives
         up its memory first and takes the rest of it back last, after the trainer has gone."""
-        config, state = self.config, self.state
-        clock = _Clock()
+        config, state, trainer = self.config, self.state, learner.trainer
+        clock = Clock()
         released = served.release()
         trainer.restore()
         clock.lap("timing_s/to_trainer")
         if not self.history or state.train_step == last - 1:
             self.agreement[state.train_step] = measure_agreement(trainer, rollout.samples[:AGREEMENT_SAMPLES])
             clock.lap("timing_s/agreement")
-        values = self._train_step(trainer, rollout)
+        if config.shuffle_rewards:
+            _shuffle_rewards(rollout, f"{config.seed}/{state.train_step}")
+        values = learner.learn(rollout, state.policy_version)
         clock.lap("timing_s/update_actor")
         served.take_weights()
-        report = publisher.publish(self.policy.model)
+        published = student.publish()
         clock.lap("timing_s/param_sync")
         state.train_step += 1
-        state.policy_version = report.policy_version
+        state.policy_version = published.version
         state.asked = self.order.asked
         state.seconds = time.monotonic() - started
         if state.train_step % config.checkpoint_every == 0 or state.train_step == last or interrupted:
-            self._save(trainer)
+            root = config.output / "checkpoints"
+            save_checkpoint(root, state.train_step, trainer, student.save, state.to_dict())
             clock.lap("timing_s/checkpoint")
         shares = config.rollout.where == "colocated" and config.rollout.offload_trainer
         offloaded = trainer.offload() if shares else 0
@@ -167,37 +177,12 @@ class GrpoRun:
             **clock.laps,
             "memory/released_gib": sum(released.values()) / 2**30,
             "memory/trainer_offloaded_gib": offloaded / 2**30,
-            "rollout/update_pause_ms": report.pause_ms,
-            "train/policy_version": float(report.policy_version),
+            "rollout/update_pause_ms": published.pause_ms,
+            "train/policy_version": float(published.version),
         }
 
-    def _train_step(self, trainer: PolicyTrainer, rollout: Rollout) -> dict[str, float]:
-        """One policy update; without a group whose rewards differ there is nothing to learn from."""
+    def _warm_up(self) -> None:
         config = self.config
-        if config.shuffle_rewards:
-            _shuffle_rewards(rollout, f"{config.seed}/{self.state.train_step}")
-        samples = self.staleness.apply(rollout.samples, self.state.policy_version)
-        longest = config.rollout.max_new * config.task.turns
-        if config.overlong_buffer:
-            add_overlong_penalties(samples, longest, config.overlong_buffer)
-        assign_advantages(samples, divide_by_std=config.loss.divides_by_std)
-        if config.filter_zero_variance:
-            samples, _ = split_zero_variance(samples)
-        learnt = trainer.train_step(samples, config.loss, longest) if samples else {}
-        return {
-            **rollout.metrics(),
-            **learnt,
-            "train/samples": float(len(samples)),
-            "fully_async/count/dropped_stale_samples": float(self.staleness.dropped),
-        }
-
-    def _trainer(self) -> PolicyTrainer:
-        """The GRPO trainer: of the checkpoint, or with a fresh optimiser after the warm-up."""
-        config = self.config
-        if self.checkpoint is not None:
-            trainer = PolicyTrainer(self.policy.model, config.optim, self.policy.pad_id)
-            self.checkpoint.restore(trainer)
-            return trainer
         if config.warmup.steps and isinstance(config.task, SumsConfig):
             bar = self.display.phase("warm-up", config.warmup.steps)
 
@@ -207,17 +192,27 @@ class GrpoRun:
 
             training = cast("Sequence[SumQuestion]", self.questions.training)
             warm_up(self.policy, training, config.task, config.warmup, config.seed, observe)
-        return PolicyTrainer(self.policy.model, config.optim, self.policy.pad_id)
+
+    def _learner(self, student: Student) -> Learner:
+        """With the trainer of the checkpoint, or a fresh optimiser after the warm-up."""
+        config = self.config
+        trainer = PolicyTrainer(student.model, config.optim, self.policy.pad_id)
+        if self.checkpoint is not None:
+            self.checkpoint.restore(trainer)
+        return Learner(
+            trainer,
+            config.loss,
+            config.rollout.max_new * config.task.turns,
+            StalenessFilter(config.rollout.max_lag, student.version_of),
+            config.filter_zero_variance,
+            config.overlong_buffer,
+        )
 
     def _evaluate(self, sampler: Sampler) -> float:
         reward = sampler.evaluate(self.questions.held_out)
         self.tracker.log(TRAIN, self.state.train_step, {"val/reward/mean": reward})
         self.display.say(f"held-out reward at step {self.state.train_step}: {reward:.3f}")
         return reward
-
-    def _save(self, trainer: PolicyTrainer) -> None:
-        root = self.config.output / "checkpoints"
-        save_checkpoint(root, self.state.train_step, trainer, self.policy.tokenizer, self.state.to_dict())
 
     def _results(self, reward_after: float, seconds: float) -> dict[str, Any]:
         results: dict[str, Any] = {
@@ -236,7 +231,7 @@ class GrpoRun:
         return results
 
 
-class _Clock:
+class Clock:
     """Seconds between laps, by name."""
 
     def __init__(self) -> None:
@@ -257,7 +252,7 @@ def _shuffle_rewards(rollout: Rollout, seed: str) -> None:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -267,7 +262,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
+def interruptible() -> Iterator[list[int]]:
     """The first Ctrl-C fills the list, so that the step ends and is saved; a second one raises."""
     received: list[int] = []
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.types import GroupOutput, GroupRequest, SamplingParams
+from engine.types import AdapterRef, GroupOutput, GroupRequest, SamplingParams
 from recipes.grpo.config import RolloutConfig
 from recipes.grpo.policy import Policy
 from recipes.grpo.serving import Serving
@@ -51,18 +51,32 @@ class Rollout:
 
 class Sampler:
     """Plays groups of questions; every group's seed follows from (run seed, step, place).
-    `max_turns` is how often the policy may speak in one episode."""
+    `max_turns` is how often the policy may speak in one episode, `adapter` the LoRA policy that speaks (None:
+    the base). Names of groups begin with `prefix`."""
 
-    def __init__(self, serving: Serving, policy: Policy, config: RolloutConfig, seed: int, max_turns: int) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        policy: Policy,
+        config: RolloutConfig,
+        seed: int,
+        max_turns: int,
+        adapter: AdapterRef | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._adapter = adapter
+        self._prefix = prefix
         self._serving = serving
         self._policy = policy
         self._config = config
         self._seed = seed
         self._max_turns = max_turns
 
-    def rollout(self, questions: Sequence[Question], step: int, min_policy_version: int) -> Rollout:
-        """One group per question, from no policy older than `min_policy_version`."""
+    def rollout(self, questions: Sequence[Question], step: int, version: int) -> Rollout:
+        """One group per question, from no policy older than `version`. (A LoRA policy's publish ends when no
+        request finds an older one.)"""
         began = time.monotonic()
+        min_policy_version = version if self._adapter is None else None
         groups = self._play(questions, f"step-{step}", self._config.group_size, step, min_policy_version)
         result = Rollout(groups=len(groups), seconds=time.monotonic() - began)
         for members in groups:
@@ -85,7 +99,11 @@ class Sampler:
 
         return play(
             [
-                (f"{name}-{place}", self._group_seed(stream, place), [question.environment() for _ in range(n)])
+                (
+                    f"{self._prefix}{name}-{place}",
+                    self._group_seed(stream, place),
+                    [question.environment() for _ in range(n)],
+                )
                 for place, question in enumerate(questions)
             ],
             generate,
@@ -105,6 +123,7 @@ class Sampler:
                 stop_ids=[self._policy.end_id],
                 seed=turn.seed,
             ),
+            adapter=self._adapter,
             min_policy_version=min_policy_version,
         )
 

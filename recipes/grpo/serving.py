@@ -17,7 +17,7 @@ import torch
 
 from engine.types import GroupOutput, GroupRequest
 from recipes.grpo.config import RolloutConfig
-from trainer_bridge.control import UpdateControl
+from trainer_bridge.control import AdapterControl, UpdateControl
 from trainer_bridge.transports.base import Transport
 from trainer_bridge.transports.body import BodyTransport
 from trainer_bridge.transports.in_process import InProcessControl, InProcessTransport
@@ -40,6 +40,9 @@ class Serving(Protocol):
     @property
     def transport(self) -> Transport: ...
 
+    @property
+    def adapters(self) -> AdapterControl: ...
+
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]: ...
 
     def release(self) -> Mapping[str, int]:
@@ -56,6 +59,7 @@ class ServiceServing:
 
     def __init__(self, client: Client, timeout_s: float) -> None:
         self.control: UpdateControl = client
+        self.adapters: AdapterControl = client
         self.transport: Transport = BodyTransport()
         self._client = client
         self._timeout_s = timeout_s
@@ -67,6 +71,7 @@ class ServiceServing:
                 n=request.n,
                 sampling=request.sampling,
                 group_id=request.group_id,
+                adapter=request.adapter,
                 min_policy_version=request.min_policy_version,
                 timeout_s=self._timeout_s,
             )
@@ -86,10 +91,10 @@ class ServiceServing:
 
 class ColocatedServing:
     """One engine on the trainer's device. Released weights are not kept: every train_step ends in
-    an update that brings all of them."""
+    an update that brings all of them. (One that brings an adapter alone releases none.)"""
 
     def __init__(self, engine: Engine, release: tuple[str, ...]) -> None:
-        self.control: UpdateControl = InProcessControl(engine)
+        self.control = self.adapters = InProcessControl(engine)
         self.transport: Transport = InProcessTransport()
         self._engine = engine
         self._tags = list(release)

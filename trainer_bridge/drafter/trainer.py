@@ -92,7 +92,7 @@ class DrafterTrainer:
         self._device = model.fc.device
         for name, param in model.named_parameters():
             param.requires_grad_(trained == "all" or name.startswith("confidence_head."))
-        self.weights = MasterWeights(model)
+        self.weights = MasterWeights(model.parameters())
         self.optimizer = torch.optim.AdamW(
             [master for master, param in self._pairs() if param.requires_grad],
             lr=optim.learning_rate,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from engine.engine import Engine
 from engine.errors import Unsupported
-from engine.types import NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
+from engine.types import AdapterUpdate, AdapterUpdateReport, NamedTensor, UpdateBegin, UpdateProgress, UpdateReport
 from trainer_bridge.control import LiveControl, UpdateControl
 
 
@@ -45,6 +47,30 @@ class InProcessControl:
 
     def update_rollback(self, txn: str) -> None:
         self._engine.update_rollback(txn)
+
+    def update_adapter(
+        self,
+        name: str,
+        *,
+        config: dict[str, Any] | None = None,
+        tensors: Sequence[NamedTensor] = (),
+        uri: str | None = None,
+        rev: int | None = None,
+        txn: str | None = None,
+    ) -> AdapterUpdateReport:
+        adapters = self._engine.adapters
+        if uri is not None:
+            prepared = adapters.prepare_folder(uri)
+        else:
+            prepared = adapters.prepare_update(
+                AdapterUpdate(name=name, config=config or {}, tensors=list(tensors), rev=rev)
+            )
+        began = time.perf_counter()
+        if txn is not None:
+            report = self._engine.update_stage_adapter(txn, name, prepared, rev)
+        else:
+            report = adapters.publish(name, adapters.stage(name, prepared, rev).rev)
+        return AdapterUpdateReport(adapter=report, pause_ms=(time.perf_counter() - began) * 1e3)
 
     def version(self) -> EngineVersions:
         return EngineVersions(self._engine.policy.version)

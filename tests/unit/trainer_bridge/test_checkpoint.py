@@ -34,6 +34,10 @@ def model() -> LlamaForCausalLM:
     )
 
 
+def saving(trainer: PolicyTrainer):
+    return lambda folder: save_policy(folder, trainer.model, make_tokenizer())
+
+
 def steps(trainer: PolicyTrainer, make_sample, first: int, count: int) -> None:
     for step in range(first, first + count):
         samples = [make_sample(3, 5, seed=step, index=i, advantage=1.0 - i) for i in range(3)]
@@ -45,7 +49,7 @@ def test_a_resumed_trainer_reaches_the_same_weights_bit_for_bit(make_sample, tmp
     steps(straight, make_sample, 0, 6)
     first = PolicyTrainer(model(), CONFIG, 0)
     steps(first, make_sample, 0, 3)
-    save_checkpoint(tmp_path, 3, first, make_tokenizer(), {"policy_version": 3})
+    save_checkpoint(tmp_path, 3, first, saving(first), {"policy_version": 3})
     checkpoint = latest_checkpoint(tmp_path)
     assert checkpoint.run == {"policy_version": 3}
     second = PolicyTrainer(load_policy(checkpoint.policy), CONFIG, 0)
@@ -61,7 +65,7 @@ def test_a_resumed_trainer_reaches_the_same_weights_bit_for_bit(make_sample, tmp
 def test_only_the_newest_checkpoints_are_kept_and_partial_ones_are_not_found(tmp_path: Path) -> None:
     trainer = PolicyTrainer(model(), CONFIG, 0)
     for step in (1, 2, 10):
-        save_checkpoint(tmp_path, step, trainer, make_tokenizer(), {"step": step})
+        save_checkpoint(tmp_path, step, trainer, saving(trainer), {"step": step})
     (tmp_path / ".step-000099.partial").mkdir()
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
         "step-000002",

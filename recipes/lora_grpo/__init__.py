@@ -1,0 +1,1 @@
+"""GRPO that trains one LoRA policy with peft and publishes its factors alone."""

@@ -16,6 +16,7 @@ Shapes: D coefficients, C candidates.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -101,29 +102,46 @@ class CostModel:
     def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
         """Fit the start-up sweep, as one and without counting errors."""
         for shape, seconds in sweep:
-            self._learn(self._features([shape])[0], seconds, 0.0, bounded=False)
+            self._learn(self._features(shape), seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Take in a measured step. A step far off what was predicted moves the fit a bounded way."""
         if not (np.isfinite(seconds) and seconds > 0.0):
             return
+        features_D = self._features(shape)
         if self.observed:
-            predicted = float(self.predict([shape])[0])
+            predicted = max(float(features_D @ self._coefficients_D) * self._unit, self._floor)
             self.errors.steps += 1
             self.errors.absolute += abs(predicted - seconds)
             self.errors.relative += abs(predicted - seconds) / seconds
             self.errors.predicted += predicted
             self.errors.measured += seconds
         bounded = self.observed >= len(self._coefficients_D)
-        self._learn(self._features([shape])[0], seconds, self._wander, bounded)
+        self._learn(features_D, seconds, self._wander, bounded)
         if self.on_observed is not None:
             self.on_observed(self)
 
     def predict(self, shapes: Sequence[StepShape]) -> np.ndarray:
         """Seconds float64 [C], never below a tenth of the shortest step seen."""
-        seconds_C = self._features(shapes) @ self._coefficients_D * self._unit
-        floor = 0.1 * self._shortest if np.isfinite(self._shortest) else 1e-9
-        return np.maximum(seconds_C, floor)
+        seconds_C = np.array([self._features(shape) @ self._coefficients_D for shape in shapes]) * self._unit
+        return np.maximum(seconds_C, self._floor)
+
+    def times(
+        self, rows: int, tiers_C: np.ndarray, drafting: bool, tokens_read: float, context_queries_C: np.ndarray
+    ) -> np.ndarray:
+        """The same for steps of one batch that differ in what they verify."""
+        count = len(self._row_knots)
+        rows_K, draft_K = self._coefficients_D[:count], self._coefficients_D[count : 2 * count]
+        places = _between(self._row_knots, rows)
+        base = sum(weight * (rows_K[place] + drafting * draft_K[place]) for place, weight in places)
+        tier_K = np.concatenate(((0.0,), self._coefficients_D[2 * count : -2]))
+        per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
+        seconds_C = base + _along(self._tier_knots, tier_K, tiers_C) + per_read * tokens_read
+        return np.maximum((seconds_C + per_query * context_queries_C) * self._unit, self._floor)
+
+    @property
+    def _floor(self) -> float:
+        return 0.1 * self._shortest if math.isfinite(self._shortest) else 1e-9
 
     def save(self, path: Path, key: CostKey) -> None:
         table = _Table(
@@ -160,12 +178,18 @@ class CostModel:
         model._unit, model.observed, model._shortest = table.unit, table.observed, table.shortest
         return model
 
-    def _features(self, shapes: Sequence[StepShape]) -> np.ndarray:
-        """float64 [C, D]."""
-        values_5C = np.array([(s.rows, s.tier, s.drafting, s.tokens_read, s.context_queries) for s in shapes]).T
-        rows_CK = _hat(self._row_knots, values_5C[0])
-        draft_CK = rows_CK * values_5C[2][:, None]
-        return np.hstack((rows_CK, draft_CK, _hat(self._tier_knots, values_5C[1])[:, 1:], values_5C[3:].T / _KV_UNIT))
+    def _features(self, shape: StepShape) -> np.ndarray:
+        """float64 [D]."""
+        count = len(self._row_knots)
+        features_D = np.zeros(len(self._coefficients_D))
+        for place, weight in _between(self._row_knots, shape.rows):
+            features_D[place] = weight
+            features_D[count + place] = weight * shape.drafting
+        for place, weight in _between(self._tier_knots, shape.tier):
+            if place:
+                features_D[2 * count + place - 1] = weight
+        features_D[-2], features_D[-1] = shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT
+        return features_D
 
     def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:
         """One step of the filter on the relative error, 1 - prediction / seconds."""
@@ -177,14 +201,18 @@ class CostModel:
             limit = 4.0 * max(self._residual_scale, 0.01)
             self.errors.outliers += abs(residual) > limit
             residual = float(np.clip(residual, -limit, limit))
-        reach_D = self._covariance_DD @ scaled_D
-        gain_D = reach_D / (_NOISE_VARIANCE + scaled_D @ reach_D)
-        self._coefficients_D = self._coefficients_D + gain_D * residual
-        left_DD = self._covariance_DD - np.outer(gain_D, reach_D)
-        left_DD = (left_DD + left_DD.T) / 2.0 + np.eye(len(gain_D)) * wander**2
-        # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
-        shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / left_DD.diagonal().clip(min=1e-30)))
-        self._covariance_DD = left_DD * np.outer(shrink_D, shrink_D)
+        covariance_DD = self._covariance_DD
+        reach_D = covariance_DD @ scaled_D
+        spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
+        self._coefficients_D = self._coefficients_D + reach_D * (residual / spread)
+        root_D = reach_D / math.sqrt(spread)
+        covariance_DD -= np.outer(root_D, root_D)
+        variances_D = np.einsum("dd->d", covariance_DD)
+        variances_D += wander**2
+        if variances_D.max() > _FIRST_VARIANCE or variances_D.min() < 0.0:
+            # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
+            shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / variances_D.clip(min=1e-30)))
+            covariance_DD *= np.outer(shrink_D, shrink_D)
         self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * abs(residual)
         self._shortest = min(self._shortest, float(seconds))
         self.observed += 1
@@ -207,23 +235,26 @@ def sweep_shapes(
     return shapes
 
 
-def _knots(values: Sequence[int]) -> np.ndarray:
-    knots = np.array(sorted(set(values)), dtype=np.float64)
-    assert len(knots) >= 1 and knots[0] >= 0, "a cost model needs knots"
+def _knots(values: Sequence[int]) -> list[float]:
+    knots = sorted({float(value) for value in values})
+    assert knots and knots[0] >= 0, "a cost model needs knots"
     return knots
 
 
-def _hat(knots_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
-    """Weights [C, K] of a piecewise linear function at each value: flat below the first knot, straight on
-    above the last."""
-    weights_CK = np.zeros((len(values_C), len(knots_K)))
-    if len(knots_K) == 1:
-        weights_CK[:] = 1.0
-        return weights_CK
-    place_C = np.arange(len(values_C))
-    right_C = np.searchsorted(knots_K, values_C).clip(1, len(knots_K) - 1)
-    left_C = right_C - 1
-    share_C = ((values_C - knots_K[left_C]) / (knots_K[right_C] - knots_K[left_C])).clip(min=0.0)
-    weights_CK[place_C, left_C] = 1.0 - share_C
-    weights_CK[place_C, right_C] = share_C
-    return weights_CK
+def _between(knots: list[float], value: float) -> list[tuple[int, float]]:
+    """Knots and their weights in a piecewise linear function at `value`: flat below the first knot, straight
+    on above the last."""
+    if len(knots) == 1:
+        return [(0, 1.0)]
+    right = min(max(bisect.bisect_left(knots, value), 1), len(knots) - 1)
+    share = max(0.0, (value - knots[right - 1]) / (knots[right] - knots[right - 1]))
+    return [(right - 1, 1.0 - share), (right, share)]
+
+
+def _along(knots: list[float], heights_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
+    """The same function at many values, given its heights at the knots."""
+    result_C = np.interp(values_C, knots, heights_K)
+    if len(knots) > 1:
+        slope = (heights_K[-1] - heights_K[-2]) / (knots[-1] - knots[-2])
+        result_C += slope * np.maximum(0.0, values_C - knots[-1])
+    return result_C

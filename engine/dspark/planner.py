@@ -15,13 +15,13 @@ Shapes: B requests, G drafts a request, C candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import torch
 
-from engine.dspark.cost_model import CostModel, StepShape
+from engine.dspark.cost_model import CostModel
 
 _FORCED = 2.0
 _BARRED = -1.0
@@ -106,65 +106,70 @@ class Planner:
 
         `allowed` false (an off-switch) leaves only that, except when a probe is due.
         """
-        rows = len(outlook.most_B)
-        plain = self._plain(outlook, rows)
-        candidates = [plain, *self._drafting(outlook, rows)]
-        probe = self._without >= self._probe_every and len(candidates) > 1
-        if probe:
-            candidates = candidates[1:]
-        elif not allowed:
-            candidates = candidates[:1]
-        rates_C = np.array([choice.tokens / choice.seconds for choice in candidates])
-        best = int(rates_C.argmax())
-        for place, choice in enumerate(candidates):
-            if (choice.drafting, choice.tier) == self._last and rates_C[place] >= (1 - self._hysteresis) * rates_C[
-                best
-            ]:
-                best = place
-        chosen = candidates[best]
+        plain = self._plain(outlook)
+        due = self._without >= self._probe_every
+        chosen, probe = plain, False
+        if allowed or due:
+            drafting = self._drafting(outlook)
+            if drafting is not None:
+                chosen, probe = (drafting, True) if due else (self._better(plain, drafting), False)
         self._last = (chosen.drafting, chosen.tier)
         self._without = 0 if chosen.drafting else self._without + 1
-        if probe:
-            chosen = Choice(True, chosen.budget, chosen.tier, chosen.tokens, chosen.seconds, probe=True)
-        return chosen
+        return replace(chosen, probe=True) if probe else chosen
 
     def passed(self, steps: int) -> None:
         """Steps without drafts that nobody asked about."""
         self._without += steps
 
-    def _plain(self, outlook: Outlook, rows: int) -> Choice:
+    def _plain(self, outlook: Outlook) -> Choice:
+        rows = len(outlook.most_B)
         tier = self._tier(rows)
-        shape = StepShape(rows, tier, False, outlook.tokens_read, float(outlook.context_B.sum()))
-        return Choice(False, 0, tier, float(rows), float(self._cost.predict([shape])[0]))
+        (seconds,) = self._cost.times(
+            rows, np.array([tier]), False, outlook.tokens_read, np.array([outlook.context_B.sum()])
+        )
+        return Choice(False, 0, tier, float(rows), float(seconds))
 
-    def _drafting(self, outlook: Outlook, rows: int) -> list[Choice]:
-        """One choice per tier; padding is filled with drafts, so a tier's budget is all it holds."""
+    def _drafting(self, outlook: Outlook) -> Choice | None:
+        """The best tier; padding is filled with drafts, so a tier's budget is all it holds."""
+        rows = len(outlook.most_B)
         values_BG, keys_BG = rank_keys(outlook)
         flat = keys_BG.T.ravel()
-        order = np.argsort(-flat, kind="stable")
-        order = order[flat[order] >= 0.0]
-        owners = order % rows
-        tokens = rows + np.concatenate(((0.0,), np.cumsum(values_BG.T.ravel()[order])))
-        context = outlook.context_B.sum() + np.concatenate(((0.0,), np.cumsum(outlook.context_B[owners])))
-        most, least = len(order), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
+        most, least = int((flat >= 0.0).sum()), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
         if most < least:
-            return []
-        budgets: dict[int, int] = {}
-        for tier in self._reachable(rows + least, rows + most):
-            budgets.setdefault(min(tier - rows, most), tier)
-        shapes = [StepShape(rows, t, True, outlook.tokens_read, float(context[k])) for k, t in budgets.items()]
-        seconds = self._cost.predict(shapes) if shapes else []
-        return [
-            Choice(True, budget, tier, float(tokens[budget]), float(time))
-            for (budget, tier), time in zip(budgets.items(), seconds, strict=True)
-        ]
+            return None
+        order = np.argsort(-flat, kind="stable")[:most]
+        tiers_C = self._reachable(rows + least, rows + most)
+        if not len(tiers_C):
+            return None
+        budgets_C = np.minimum(tiers_C - rows, most)
+        tokens_C = rows + np.cumsum(values_BG.T.ravel()[order])[budgets_C - 1]
+        context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])[budgets_C - 1]
+        seconds_C = self._cost.times(rows, tiers_C, True, outlook.tokens_read, context_C)
+        rates_C = tokens_C / seconds_C
+        best = int(rates_C.argmax())
+        if self._last is not None and self._last[0]:
+            place = int(np.searchsorted(tiers_C, self._last[1]))
+            known = place < len(tiers_C) and tiers_C[place] == self._last[1]
+            if known and rates_C[place] >= (1 - self._hysteresis) * rates_C[best]:
+                best = place
+        return Choice(True, int(budgets_C[best]), int(tiers_C[best]), float(tokens_C[best]), float(seconds_C[best]))
 
-    def _reachable(self, low: int, high: int) -> list[int]:
+    def _better(self, plain: Choice, drafting: Choice) -> Choice:
+        """What was done last is done again where the other is hardly better."""
+        rates = plain.tokens / plain.seconds, drafting.tokens / drafting.seconds
+        keep = 1 - self._hysteresis
+        if self._last == (False, plain.tier):
+            return plain if rates[0] >= keep * rates[1] else drafting
+        if self._last == (True, drafting.tier):
+            return drafting if rates[1] >= keep * rates[0] else plain
+        return drafting if rates[1] > rates[0] else plain
+
+    def _reachable(self, low: int, high: int) -> np.ndarray:
         """Tiers that hold at least `low` rows, up to the first that holds `high`."""
         if self._tiers is None:
-            return list(range(low, high + 1))
+            return np.arange(low, high + 1)
         first, last = np.searchsorted(self._tiers, (low, high))
-        return self._tiers[first : last + 1].tolist()
+        return self._tiers[first : last + 1]
 
     def _tier(self, rows: int) -> int:
         if self._tiers is None:
@@ -176,7 +181,8 @@ class Planner:
 
 def rank_keys(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
     """Survivals [B, G], and the keys they are ranked by: forced ones first, barred ones negative."""
-    values_BG = np.minimum.accumulate(np.nan_to_num(outlook.survival_BG, nan=0.0).clip(0.0, 1.0), axis=1)
+    # fmax takes the number where the other is none.
+    values_BG = np.minimum.accumulate(np.minimum(np.fmax(outlook.survival_BG, 0.0), 1.0), axis=1)
     place_G = np.arange(values_BG.shape[1])
     keys_BG = np.where(place_G < outlook.least_B[:, None], _FORCED, values_BG)
     return values_BG, np.where(place_G < outlook.most_B[:, None], keys_BG, _BARRED)

@@ -136,3 +136,16 @@ def test_what_was_learnt_is_kept_and_found_again(tmp_path, monkeypatch):
     assert CostFile(None, KEY, on_gpu=True).load() is None
     with pytest.raises(InvalidRequest, match="cost table"):
         CostFile(file.path, KEY, on_gpu=True).load()
+
+
+def test_a_batchs_steps_are_predicted_together_as_alone():
+    model, rng = CostModel([1, 4, 16], [1, 8, 64]), np.random.default_rng(3)
+    for rows, tier in rng.integers(1, 90, (60, 2)).tolist():
+        shape = StepShape(rows, tier, bool(tier % 2), 100.0 * rows, 50.0 * tier)
+        model.observe(shape, 0.01 + 1e-4 * rows + 2e-5 * tier)
+    tiers = np.array([1, 3, 8, 40, 64, 100])
+    for rows in (1, 3, 16, 20):
+        for drafting in (False, True):
+            together = model.times(rows, tiers, drafting, 700.0, 9.0 * tiers)
+            alone = model.predict([StepShape(rows, int(tier), drafting, 700.0, 9.0 * tier) for tier in tiers])
+            np.testing.assert_allclose(together, alone)

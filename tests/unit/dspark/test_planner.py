@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.dspark.cost_model import StepShape
 from engine.dspark.planner import Outlook, Planner, StepPlan, spend, windows
 from engine.dspark.survival import LaggedSurvivals
 from tests.unit.dspark.test_acceptance import LEAST_P, p_value, p_value_or_zero
@@ -20,8 +19,8 @@ class TableCost:
     def __init__(self, seconds, draft=0.0):
         self.seconds, self.draft = seconds, draft
 
-    def predict(self, shapes):
-        return np.array([self.seconds[s.tier] + self.draft * s.drafting for s in shapes])
+    def times(self, rows, tiers, drafting, tokens_read, context_queries):
+        return np.array([self.seconds[int(tier)] + self.draft * drafting for tier in tiers])
 
 
 def outlook(survival, least=0, most=None, context=100):
@@ -45,7 +44,7 @@ def best_rate(view, tiers, cost):
     rows = len(view.survival_BG)
 
     def seconds(tier, drafting):
-        return float(cost.predict([StepShape(rows, tier, drafting)])[0])
+        return float(cost.times(rows, [tier], drafting, 0.0, [0.0])[0])
 
     best = rows / seconds(min(t for t in tiers if t >= rows), False)
     ranges = [range(int(lo), int(hi) + 1) for lo, hi in zip(view.least_B, view.most_B, strict=True)]

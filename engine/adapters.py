@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from lora.registry import Registry
 from lora.residency import Order, Residency
 from lora.step import AdapterStep, LoopStep
 from lora.versions import AdapterVersion
+
+if TYPE_CHECKING:
+    from lora.kernel_step import KernelStep, Variant
 
 _KINDS: dict[type[AdapterError], type[SparkrollError]] = {
     InvalidAdapter: InvalidRequest,
@@ -228,6 +231,19 @@ class Adapters:
 
             return KernelStep(pool, slots_T, self._deterministic)
         return LoopStep(pool, slots_T, self._deterministic)
+
+    def variant(self, slots_T: np.ndarray) -> Variant:
+        """Which captured step serves rows of these slots."""
+        from lora.kernel_step import Variant
+
+        return Variant.of(self.residency.pool, slots_T, self._deterministic)
+
+    def captured(self, rows: int, variant: Variant) -> KernelStep:
+        """A step to be captured, of rows of the base until it is filled."""
+        from lora.kernel_step import KernelStep
+
+        slots_T = np.full(rows, BASE, dtype=np.int64)
+        return KernelStep(self.residency.pool, slots_T, self._deterministic, variant)
 
     @property
     def residency(self) -> Residency:

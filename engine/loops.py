@@ -16,6 +16,7 @@ from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.loop import SerialLoop
 from engine.scheduler.overlapped import OverlappedLoop
+from engine.scheduler.rounds import DeviceRounds
 from engine.scheduler.scheduler import Scheduler
 
 
@@ -35,10 +36,12 @@ def make_loop(parts: Parts, scheduler: Scheduler, committer: Committer) -> Seria
             capture_chunks(parts)
         return serial
     burst, prefill_burst = parts.config.scheduler.burst, parts.config.scheduler.prefill_burst
-    table = DeviceTable(pages.table.num_slots, 2 * burst, parts.device)
+    window = 0 if speculation is None else 1 + speculation.max_drafts
+    table = DeviceTable(pages.table.num_slots, 2 * max(burst, window), parts.device)
     stepper = make_stepper(parts, table, builder)
+    rounds = make_rounds(parts, table, committer)
     return OverlappedLoop(
-        scheduler, serial, table, stepper, committer, parts.counters, burst, prefill_burst, speculation
+        scheduler, serial, table, stepper, committer, parts.counters, burst, prefill_burst, speculation, rounds
     )
 
 
@@ -58,11 +61,32 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
             parts.counters,
             parts.config.deterministic,
             parts.speculation,
+            parts.adapters,
         )
         parts.memory.graphs.append(stepper)
         capture_chunks(parts)
         return stepper
     return EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
+
+
+def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> DeviceRounds | None:
+    """Rounds of speculation that the device runs by itself, where it can: a deterministic engine's verify rows
+    keep their bits in the serial loop."""
+    speculation, runner = parts.speculation, parts.runner
+    if speculation is None or not isinstance(runner, FusedRunner) or parts.config.deterministic:
+        return None
+    from engine.runner.round_parts import round_parts
+    from engine.runner.round_stepper import RoundStepper
+
+    shared = round_parts(parts, speculation, runner)
+    if shared is None:
+        return None
+    most_rows, context_len = number(parts.config.scheduler.max_running), parts.model.spec.context_len
+    stepper = RoundStepper(shared, table, parts.pages.table, most_rows, parts.counters)
+    parts.memory.graphs.append(stepper)
+    speculation.plan_for(stepper.verify_tiers)
+    burst = parts.config.scheduler.burst
+    return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, burst)
 
 
 def capture_chunks(parts: Parts) -> None:

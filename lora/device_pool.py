@@ -13,32 +13,61 @@ Shapes: U elements, S slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from lora.extents import Extents
-from lora.geometry import Geometry
+from lora.geometry import Geometry, Kind
 from lora.packing import ALIGNMENT, Packed, SiteLayout, table_rows, views
 
 BASE = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What of a slot decides which kernels serve it: its widest and narrowest padded rank, whether anything has
+    a bias, and whether it adapts the embedding and the head."""
+
+    rank: int
+    least: int
+    biased: bool
+    embedding: bool
+    head: bool
+
+    @staticmethod
+    def of(packed: Packed, geometry: Geometry) -> Traits:
+        adapted = [site for site, layout in enumerate(packed.sites) if layout.rank]
+        ranks, kinds = {packed.sites[site].rank for site in adapted}, {geometry.sites[site].kind for site in adapted}
+        return Traits(max(ranks), min(ranks), packed.biased, Kind.EMBEDDING in kinds, Kind.HEAD in kinds)
+
+
 class DevicePool:
-    """`num_bytes` of factors for at most `max_slots` adapters beside the base.
+    """`num_bytes` of factors for at most `max_slots` adapters beside the base, in `storage_U` (uint8) where the
+    caller has the memory.
 
     `offsets_SX2` int64, `ranks_SX4` int32 and `scales_SX3` float32 are `table_rows` of every slot, for
     X sites.
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, num_bytes: int, max_slots: int
+        self,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_bytes: int,
+        max_slots: int,
+        storage_U: torch.Tensor | None = None,
     ) -> None:
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
         elements = num_bytes // dtype.itemsize // ALIGNMENT * ALIGNMENT
         # Nothing is read before it was written, and the host gives memory only as it is touched.
-        self.values_U = torch.empty(elements, dtype=dtype, device=device)
+        if storage_U is None:
+            storage_U = torch.empty(elements * dtype.itemsize, dtype=torch.uint8, device=device)
+        self.values_U = storage_U[: elements * dtype.itemsize].view(dtype)
         shape = 1 + max_slots, len(geometry.sites)
         self.offsets_SX2 = torch.zeros(*shape, 2, dtype=torch.int64, device=device)
         self.ranks_SX4 = torch.zeros(*shape, 4, dtype=torch.int32, device=device)
@@ -46,6 +75,7 @@ class DevicePool:
         self._extents = Extents(elements)
         self._free_slots = list(range(max_slots, 0, -1))
         self._held: dict[int, tuple[int, Packed]] = {}
+        self._traits: dict[int, Traits] = {}
         self._ready: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._read: torch.cuda.Event | None = None
@@ -60,6 +90,7 @@ class DevicePool:
             return None
         slot = self._free_slots.pop()
         self._held[slot] = start, packed
+        self._traits[slot] = Traits.of(packed, self.geometry)
         if self._stream is None:
             self._copy(slot, start, packed)
             return slot
@@ -73,6 +104,7 @@ class DevicePool:
     def free(self, slot: int) -> None:
         """The memory is overwritten only when all launched so far has run."""
         start, _ = self._held.pop(slot)
+        del self._traits[slot]
         self._extents.give_back(start)
         self._free_slots.append(slot)
         self._ready.pop(slot, None)
@@ -100,12 +132,9 @@ class DevicePool:
     def layout(self, slot: int, site: int) -> SiteLayout:
         return SiteLayout() if slot == BASE else self._held[slot][1].sites[site]
 
-    def rank(self, slot: int) -> int:
-        """The widest padded rank of a slot; 0 for the base."""
-        return 0 if slot == BASE else self._held[slot][1].max_rank
-
-    def biased(self, slot: int) -> bool:
-        return slot != BASE and self._held[slot][1].biased
+    def traits(self, slot: int) -> Traits:
+        """Of an adapter's slot."""
+        return self._traits[slot]
 
     def factors(self, slot: int, site: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of a slot's factors at a site that it adapts, as `packing.views` gives them."""

@@ -3,72 +3,126 @@
 Owns the tables and the workspace of a step on a GPU, and which variant of the kernels serves its slots.
 Ignores what launches compute (`lora.kernels`).
 
-Shapes: T rows of the step, K inputs, N outputs of a site's parts side by side, D hidden.
+Shapes: T rows of the step, K inputs, N outputs of a site's parts side by side, D hidden, G parts, P splits,
+R ranks.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from lora.device_pool import DevicePool
+from lora.device_pool import BASE, DevicePool
 from lora.geometry import Kind
 from lora.kernels.expand import lora_expand
-from lora.kernels.shrink import MIN_RANK, lora_shrink, workspace_shape
-from lora.segments import Segments, Tiles
+from lora.kernels.shrink import MIN_RANK, lora_shrink, num_splits
+from lora.segments import Segments, Tiles, count_tiles, tile_tier
 
 SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 16, 64, 512
-"""Rows of a tile, and the rows of a step from which tiles are large."""
+"""Rows of a tile, and the rows of a step above which tiles are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the launches of a step are made for. `rank` is the widest met, padded to what kernels take; without
+    `mixed` every slot adapts a site at exactly that or not at all; `biased`, `embedding` and `head` say what
+    some slot has. `tiles` bounds those of a step, `block` the rows of one."""
+
+    rank: int
+    mixed: bool
+    biased: bool
+    embedding: bool
+    head: bool
+    block: int
+    tiles: int
+
+    @staticmethod
+    def of(pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False) -> Variant:
+        """With `fixed_tiles`, tiles are small however many rows there are: a row's bits do not depend on its
+        batch."""
+        traits = [pool.traits(slot) for slot in np.unique(slots_T).tolist() if slot != BASE]
+        rank = max((trait.rank for trait in traits), default=0)
+        block = LARGE_BLOCK if len(slots_T) > MANY_ROWS and not fixed_tiles else SMALL_BLOCK
+        return Variant(
+            max(MIN_RANK, rank),
+            rank < MIN_RANK or any(trait.least != rank for trait in traits),
+            any(trait.biased for trait in traits),
+            any(trait.embedding for trait in traits),
+            any(trait.head for trait in traits),
+            block,
+            tile_tier(len(slots_T), count_tiles(slots_T, block), block),
+        )
 
 
 class KernelStep:
-    """`slots_T` is each row's slot. With `fixed_tiles`, tiles are small however many rows there are: a row's
-    bits do not depend on its batch."""
+    """A step of `len(slots_T)` rows, `slots_T` being each row's slot. A captured one is filled anew for others
+    of its variant."""
 
-    def __init__(self, pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False) -> None:
-        self._pool = pool
-        self._slots_T = slots_T
+    def __init__(
+        self, pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False, variant: Variant | None = None
+    ) -> None:
+        self.pool = pool
+        self.slots_T = slots_T
+        self.variant = Variant.of(pool, slots_T, fixed_tiles) if variant is None else variant
         self._fixed = fixed_tiles
-        segments = Segments.of(slots_T)
-        pool.await_ready(segments.slots)
-        block = LARGE_BLOCK if len(slots_T) >= MANY_ROWS and not fixed_tiles else SMALL_BLOCK
-        self._num_rows = len(segments.rows_A)
-        self._tiles = Tiles.empty(len(slots_T), len(segments.runs), block, pool.device)
-        self._tiles.fill(segments)
-        ranks = {pool.rank(slot) for slot in segments.slots}
-        self._rank = max(ranks, default=0)
-        self._biased = any(pool.biased(slot) for slot in segments.slots)
-        self._mixed = {
-            site: any(pool.layout(slot, site).rank not in (0, self._rank) for slot in segments.slots)
-            for site in range(len(pool.geometry.sites))
-            if any(pool.layout(slot, site).rank for slot in segments.slots)
-        }
-        """Sites that any of the slots adapts, and whether their ranks differ from the widest."""
-        shapes = [self._shape(site) for site in self._mixed]
-        size = max((math.prod(shape) for shape in shapes), default=0)
-        self._work_U = torch.empty(size, dtype=torch.float32, device=pool.device)
+        self._tiles: Tiles | None = None
+        self._works: dict[int, torch.Tensor] = {}
+        pool.await_ready(set(slots_T.tolist()))
+
+    @property
+    def tiles(self) -> Tiles:
+        """Every row, those of the base first. Made when a site first needs them."""
+        if self._tiles is None:
+            self._tiles = Tiles(len(self.slots_T), self.variant.tiles, self.variant.block, self.pool.device)
+            self._tiles.fill(Segments.of(self.slots_T, with_base=True))
+        return self._tiles
+
+    def fill(self, slots_T: np.ndarray) -> None:
+        """Serve these rows from the next launch on."""
+        assert len(slots_T) == len(self.slots_T), f"{len(slots_T)} rows, made for {len(self.slots_T)}"
+        self.pool.await_ready(set(slots_T.tolist()))
+        if not np.array_equal(slots_T, self.slots_T):
+            self.slots_T = slots_T
+            self.tiles.fill(Segments.of(slots_T, with_base=True))
 
     def add_(self, site: int, x_TK: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
-        if site in self._mixed:
-            self._add(site, x_TK, y_TN, outputs)
+        if self.variant.head or self.pool.geometry.sites[site].kind is not Kind.HEAD:
+            self._expand(site, self.shrunk(site, x_TK), y_TN, outputs)
 
     def add_embedding_(self, site: int, ids_T: torch.Tensor, y_TD: torch.Tensor) -> None:
-        if site in self._mixed:
-            self._add(site, ids_T, y_TD)
+        if self.variant.embedding:
+            self._expand(site, self.shrunk(site, ids_T), y_TD)
+
+    def padded(self, rows: int) -> KernelStep:
+        """The same with rows of the base behind, up to `rows`."""
+        padding_P = np.full(rows - len(self.slots_T), BASE, dtype=self.slots_T.dtype)
+        return KernelStep(self.pool, np.concatenate((self.slots_T, padding_P)), self._fixed)
 
     def rows(self, rows_R: np.ndarray) -> KernelStep:
-        return KernelStep(self._pool, self._slots_T[rows_R], self._fixed)
+        return KernelStep(self.pool, self.slots_T[rows_R], self._fixed)
 
-    def _add(self, site: int, x: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
-        shape, mixed = self._shape(site), self._mixed[site] or self._rank < MIN_RANK
-        h_PGAR = self._work_U[: math.prod(shape)].view(shape)
-        lora_shrink(self._pool, site, x, self._tiles, h_PGAR, mixed)
-        lora_expand(self._pool, site, h_PGAR, self._tiles, y_TN, mixed, self._biased, outputs=outputs)
+    def shrunk(self, site: int, x_TK: torch.Tensor, splits: int | None = None) -> torch.Tensor:
+        """The first product [P, G, T, R], good until the next of its size. `splits` of the inputs, if not as
+        many as follow from their number."""
+        geometry = self.pool.geometry
+        gathered = geometry.sites[site].kind is Kind.EMBEDDING
+        splits = 1 if gathered else splits or num_splits(geometry.inputs(site))
+        h_PGTR = self.work(site % 2, splits, len(geometry.widths(site)))
+        lora_shrink(self.pool, site, x_TK, self.tiles, h_PGTR, self.variant.mixed)
+        return h_PGTR
 
-    def _shape(self, site: int) -> tuple[int, int, int, int]:
-        geometry = self._pool.geometry
-        if geometry.sites[site].kind is Kind.EMBEDDING:
-            return 1, 1, max(1, self._num_rows), max(MIN_RANK, self._rank)
-        return workspace_shape(geometry.inputs(site), len(geometry.widths(site)), self._num_rows, self._rank)
+    def work(self, place: int, splits: int, parts: int) -> torch.Tensor:
+        """Room for a first product [P, G, T, R]. Two `place`s do not overlap."""
+        shape = splits, parts, max(1, len(self.slots_T)), self.variant.rank
+        work_U = self._works.get(place)
+        if work_U is None or work_U.numel() < math.prod(shape):
+            work_U = torch.empty(math.prod(shape), dtype=torch.float32, device=self.pool.device)
+            self._works[place] = work_U
+        return work_U[: math.prod(shape)].view(shape)
+
+    def _expand(self, site: int, h_PGTR: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
+        variant = self.variant
+        lora_expand(self.pool, site, h_PGTR, self.tiles, y_TN, variant.mixed, variant.biased, outputs=outputs)

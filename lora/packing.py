@@ -52,10 +52,6 @@ class Packed:
         return self.values_U.nbytes
 
     @property
-    def max_rank(self) -> int:
-        return max(site.rank for site in self.sites)
-
-    @property
     def biased(self) -> bool:
         return any(one >= 0 for site in self.sites for one in site.ones)
 

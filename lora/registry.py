@@ -121,10 +121,6 @@ class Registry:
         return {name: self._current[name].rev for name in sorted(self._current)}
 
     @property
-    def in_use(self) -> bool:
-        return any(version.references for version in self._versions.values())
-
-    @property
     def num_bytes(self) -> int:
         return sum(version.num_bytes for version in self._versions.values())
 

@@ -1,10 +1,10 @@
 """Which rows of a step belong to which adapter.
 
-Owns the order of rows by slot and the tables kernels walk. Ignores factors. Rows of the base policy
-appear nowhere, so that they cost nothing and nothing can be added to them, unless a kernel that does more
-than add wants every row: then they come first.
+Owns the order of rows by slot and the tables kernels walk. Ignores factors. Rows of the base policy come
+first or appear nowhere: kernels that only add skip them either way, kernels that do more than add
+want every row.
 
-Shapes: T rows of the step, A rows with an adapter, N tiles.
+Shapes: T rows of the step, A rows in the order by slot, N tiles.
 """
 
 from __future__ import annotations
@@ -49,31 +49,30 @@ class Segments:
         return {run.slot for run in self.runs} - {BASE}
 
 
-def max_tiles(rows: int, adapters: int, block: int) -> int:
-    """Tiles that `rows` rows of at most `adapters` adapters can need: what a launch is sized to."""
-    return rows // block + min(adapters, rows)
+def count_tiles(slots_T: np.ndarray, block: int) -> int:
+    """Tiles that all rows take, those of the base among them."""
+    counts = np.bincount(slots_T)
+    return int((-(-counts // block)).sum())
 
 
-@dataclass(slots=True)
+def tile_tier(rows: int, tiles: int, block: int) -> int:
+    """How many tiles a launch is sized to: what `rows` rows of one slot take, doubled until `tiles` fit. Tiles
+    beyond those of a step cost a launch little, and a graph for every number would cost much."""
+    tier = max(1, -(-rows // block))
+    while tier < tiles:
+        tier *= 2
+    return min(tier, max(1, rows))
+
+
 class Tiles:
-    """Device tables of fixed size, for steps of at most so many rows. Tile n is (slot, first entry of
-    `rows_T`, rows), at most `block` of them; unused tiles have no rows. `places_T2` says of every row of
-    the step its slot and its entry."""
+    """Device tables of fixed size, for steps of at most so many rows. Tile n of `tiles_N3` is (slot, first entry
+    of `rows_T`, rows), at most `block` of them; unused tiles have no rows."""
 
-    rows_T: torch.Tensor
-    places_T2: torch.Tensor
-    tiles_N3: torch.Tensor
-    block: int
-
-    @staticmethod
-    def empty(rows: int, adapters: int, block: int, device: torch.device) -> Tiles:
-        tiles = max(1, max_tiles(rows, adapters, block))
-        return Tiles(
-            torch.zeros(max(1, rows), dtype=torch.int32, device=device),
-            torch.zeros(max(1, rows), 2, dtype=torch.int32, device=device),
-            torch.zeros(tiles, 3, dtype=torch.int32, device=device),
-            block,
-        )
+    def __init__(self, rows: int, tiles: int, block: int, device: torch.device) -> None:
+        self.block = block
+        self._table_U = torch.zeros(max(1, rows) + 3 * max(1, tiles), dtype=torch.int32, device=device)
+        self.rows_T = self._table_U[: max(1, rows)]
+        self.tiles_N3 = self._table_U[max(1, rows) :].view(-1, 3)
 
     @property
     def num_tiles(self) -> int:
@@ -81,20 +80,15 @@ class Tiles:
 
     def fill(self, segments: Segments) -> None:
         """Describe a step, without waiting for the device."""
-        rows_T = np.zeros(self.rows_T.shape[0], dtype=np.int32)
-        rows_T[: len(segments.rows_A)] = segments.rows_A
-        places_T2 = np.zeros((self.places_T2.shape[0], 2), dtype=np.int32)
-        for run in segments.runs:
-            entries_S = np.arange(run.start, run.end)
-            places_T2[segments.rows_A[entries_S]] = np.stack((np.full(len(entries_S), run.slot), entries_S), 1)
-        tiles_N3 = np.zeros((self.num_tiles, 3), dtype=np.int32)
+        table_U = np.zeros(self._table_U.shape[0], dtype=np.int32)
+        table_U[: len(segments.rows_A)] = segments.rows_A
         entries = [
             (run.slot, start, min(self.block, run.end - start))
             for run in segments.runs
             for start in range(run.start, run.end, self.block)
         ]
         assert len(entries) <= self.num_tiles, f"{len(entries)} tiles, room for {self.num_tiles}"
-        tiles_N3[: len(entries)] = np.asarray(entries, dtype=np.int32).reshape(-1, 3)
-        for table, values in ((self.rows_T, rows_T), (self.places_T2, places_T2), (self.tiles_N3, tiles_N3)):
-            host = torch.from_numpy(values)
-            table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+        end = len(self.rows_T) + 3 * len(entries)
+        table_U[len(self.rows_T) : end] = np.asarray(entries, dtype=np.int32).reshape(-1)
+        host = torch.from_numpy(table_U)
+        self._table_U.copy_(host.pin_memory() if self._table_U.is_cuda else host, non_blocking=True)

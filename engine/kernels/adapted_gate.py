@@ -1,10 +1,11 @@
-"""The gate of a gated block whose gates and ups are adapted: the adapters' second product on the way.
+"""The gate of a gated block whose rows have adapters.
 
-Owns silu(gate + adapter's) * (up + adapter's) for rows sorted by slot, the base's among them. Rounds where
-`lora.kernels.expand` and `engine.kernels.swiglu` one after the other do. Ignores the first product
-(`lora.kernels.shrink`).
+Owns, in one launch: the adapters' second product added to gates and ups, silu(gate) * up, and, if wanted, their
+first product of that for the projection behind it, in planes (`adapted_tile`). Gates and ups may lack the
+factor of the norm before them. Rounds where `lora.kernels.expand` and `engine.kernels.swiglu` one after the
+other do. Ignores the products themselves.
 
-Shapes: T tokens, I intermediate, A sorted rows, P splits, R ranks read.
+Shapes: T tokens, I intermediate, A sorted rows, P planes, R ranks.
 """
 
 # Launch options and constants are invisible to the type checker in Triton kernels.
@@ -15,114 +16,165 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.adapted_sum import Adapted
+from engine.kernels.adapted_tile import (
+    MAX_PLANES,
+    factor_columns,
+    factor_rows,
+    norm_factor,
+    summed,
+    tables,
+    tile_rows,
+    with_ones,
+)
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.swiglu import silu, silu_and_mul_reference
-from lora.device_pool import DevicePool
+from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand_reference
-from lora.segments import Tiles
+from lora.kernels.shrink import lora_shrink_reference
+
+PROGRAMS = 192
+"""That a launch should have, for the rows of few tiles."""
 
 
 def adapted_gate_reference(
-    pool: DevicePool, site: int, h_PGAR: torch.Tensor, tiles: Tiles, gate_up_T2I: torch.Tensor
-) -> torch.Tensor:
-    adapted_T2I = gate_up_T2I.clone()
-    lora_expand_reference(pool, site, h_PGAR, tiles, adapted_T2I)
-    return silu_and_mul_reference(adapted_T2I)
+    step: KernelStep,
+    adapted: Adapted,
+    gate_up_T2I: torch.Tensor,
+    squares_TP: torch.Tensor | None = None,
+    width: int = 0,
+    eps: float = 0.0,
+    next_site: int | None = None,
+) -> tuple[torch.Tensor, Adapted | None]:
+    h_PGAR, gate_up_T2I = adapted.h_PGAR, gate_up_T2I.clone()
+    if squares_TP is not None:
+        factor_T = torch.rsqrt(squares_TP.sum(1) / width + eps)
+        gate_up_T2I *= factor_T[:, None].to(gate_up_T2I.dtype)
+        h_PGAR = h_PGAR * factor_T[step.tiles.rows_T.long()][:, None]
+    lora_expand_reference(step.pool, adapted.site, h_PGAR, step.tiles, gate_up_T2I)
+    inner_TI = silu_and_mul_reference(gate_up_T2I)
+    if next_site is None:
+        return inner_TI, None
+    h_11AR = torch.zeros(1, 1, len(inner_TI), step.variant.rank)
+    lora_shrink_reference(step.pool, next_site, inner_TI, step.tiles, h_11AR)
+    return inner_TI, Adapted(next_site, h_11AR)
 
 
-@triton.jit
-def _summed(h_ptr, part, start, h_rows, m, r, real_M1, SPLITS: tl.constexpr, R: tl.constexpr):
-    """The first product of some rows, its parts added up in order."""
-    h_MR_ptr = h_ptr + (part * h_rows + start + m)[:, None] * R + r[None, :]
-    h_MR = tl.load(h_MR_ptr, mask=real_M1, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        h_MR += tl.load(h_MR_ptr + split * 2 * h_rows * R, mask=real_M1, other=0.0)
-    return h_MR
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
 def adapted_gate_kernel(
-    gate_up_ptr, h_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, out_ptr,
-    site, sites, h_rows, WIDTH: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BIASED: tl.constexpr, EARLY: tl.constexpr,
+    gate_up_ptr, squares_ptr, h_ptr, out_ptr, next_h_ptr,
+    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows, eps,
+    WIDTH: tl.constexpr, SPAN: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
+    WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHRINK: tl.constexpr,
+    MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile_ptr = tiles_ptr + tl.program_id(1) * 3
-    start = tl.load(tile_ptr + 1)
-    count = tl.load(tile_ptr + 2)
-    entry = tl.load(tile_ptr) * sites + site
-    rank = tl.multiple_of(tl.load(ranks_ptr + entry * 4), 8)
-    m = tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.arange(0, R)
-    real_M1 = (m < count)[:, None]
-    row_M = tl.load(rows_ptr + start + m, mask=m < count, other=0).to(tl.int64)
-    b_ptr = values_ptr + tl.multiple_of(tl.load(offsets_ptr + entry * 2 + 1), 64)
-    real_NR = ((n < WIDTH) & (count > 0))[:, None] & (r < rank)[None, :]
-    at_NR = n.to(tl.int64)[:, None] * rank + r[None, :]
-    gate_b_NR = tl.load(b_ptr + at_NR, mask=real_NR, other=0.0)
-    up_b_NR = tl.load(b_ptr + WIDTH * rank + at_NR, mask=real_NR, other=0.0)
+    plane = tl.program_id(0)
+    slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
+    here = slot * sites + site
+    there = slot * sites + next_site
+    rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
+    next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
+    offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
+    next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
+    gate_scale = tl.load(scales_ptr + here * 3)
+    up_scale = tl.load(scales_ptr + here * 3 + 1)
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    real_MN = real_M1 & (n < WIDTH)[None, :]
-    gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
-    gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0).to(tl.float32)
-    up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0).to(tl.float32)
-    if (count > 0) & (rank > 0):
-        gate_h_MR = _summed(h_ptr, 0, start, h_rows, m, r, real_M1, SPLITS, R)
-        up_h_MR = _summed(h_ptr, 1, start, h_rows, m, r, real_M1, SPLITS, R)
-        if BIASED:
-            gate_h_MR = tl.where((r == tl.load(ranks_ptr + entry * 4 + 1))[None, :], 1.0, gate_h_MR)
-            up_h_MR = tl.where((r == tl.load(ranks_ptr + entry * 4 + 2))[None, :], 1.0, up_h_MR)
-        gate_scale = tl.load(scales_ptr + entry * 3)
-        up_scale = tl.load(scales_ptr + entry * 3 + 1)
-        gate_MN += tl.dot(gate_h_MR.to(gate_b_NR.dtype), tl.trans(gate_b_NR), input_precision="ieee") * gate_scale
-        up_MN += tl.dot(up_h_MR.to(up_b_NR.dtype), tl.trans(up_b_NR), input_precision="ieee") * up_scale
-    product_MN = silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], product_MN.to(dtype), mask=real_MN)
+    factor_dtype: tl.constexpr = values_ptr.dtype.element_ty
+    if count > 0:
+        factor_M1 = tl.full((BM, 1), 1.0, tl.float32)
+        if SQUARES > 0:
+            factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+        gate_h_MR = tl.zeros((BM, R), tl.float32)
+        up_h_MR = tl.zeros((BM, R), tl.float32)
+        if rank > 0:
+            gate_h_MR = summed(h_ptr, 0, entry_M, real_M1, h_rows, PLANES, 2, R) * factor_M1
+            up_h_MR = summed(h_ptr, 1, entry_M, real_M1, h_rows, PLANES, 2, R) * factor_M1
+            if BIASED:
+                gate_h_MR = with_ones(gate_h_MR, ranks_ptr, here, 0, R)
+                up_h_MR = with_ones(up_h_MR, ranks_ptr, here, 1, R)
+        next_h_MR = tl.zeros((BM, R), tl.float32)
+        for at in range(0, SPAN, BN):
+            n = plane * SPAN + at + tl.arange(0, BN)
+            real_N = n < WIDTH
+            real_MN = real_M1 & real_N[None, :]
+            gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
+            gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0).to(tl.float32) * factor_M1
+            up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0).to(tl.float32) * factor_M1
+            if rank > 0:
+                b_NR = factor_rows(values_ptr, offset, 0, n, real_N, rank, R, MIXED)
+                gate_MN += tl.dot(gate_h_MR.to(factor_dtype), tl.trans(b_NR), input_precision="ieee") * gate_scale
+                b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N, rank, R, MIXED)
+                up_MN += tl.dot(up_h_MR.to(factor_dtype), tl.trans(b_NR), input_precision="ieee") * up_scale
+            inner_MN = silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)
+            tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN.to(dtype), mask=real_MN)
+            if SHRINK:  # noqa: SIM102 (known when compiled; the next is not)
+                if next_rank > 0:
+                    a_RN = factor_columns(values_ptr, next_offset, 0, n, real_N, next_rank, WIDTH, R, MIXED)
+                    x_MN = inner_MN.to(dtype).to(factor_dtype)
+                    next_h_MR = tl.dot(x_MN, tl.trans(a_RN), next_h_MR, input_precision="ieee")
+        if SHRINK:  # noqa: SIM102
+            if next_rank > 0:
+                at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
+                tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1)
 
 
 def adapted_gate(
-    pool: DevicePool,
-    site: int,
-    h_PGAR: torch.Tensor,
-    tiles: Tiles,
+    step: KernelStep,
+    adapted: Adapted,
     gate_up_T2I: torch.Tensor,
-    out: torch.Tensor | None = None,
-    biased: bool = True,
-    block: int = 64,
+    squares_TP: torch.Tensor | None = None,
+    width: int = 0,
+    eps: float = 0.0,
+    next_site: int | None = None,
+    block: int | None = None,
+    programs: int = PROGRAMS,
     warps: int = 4,
-) -> torch.Tensor:
-    """[T, I] of contiguous [T, 2I]. `tiles` hold every row, `h_PGAR` what `lora_shrink` left of those with an
-    adapter; without `biased`, no slot met has a bias."""
-    tokens, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
-    splits, parts, rows, rank = h_PGAR.shape
+) -> tuple[torch.Tensor, Adapted | None]:
+    """[T, I] of contiguous [T, 2I], and the first product at `next_site` where there is one. With `squares_TP` of a
+    norm over `width` values, gates, ups and the adapters' first product lack its factor."""
+    tokens, inner = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+    pool, tiles, variant = step.pool, step.tiles, step.variant
+    planes, parts, rows, rank = adapted.h_PGAR.shape
     assert gate_up_T2I.is_contiguous() and parts == 2, f"contiguous rows of two parts, got {parts}"
-    assert pool.geometry.widths(site) == (width, width), f"site {site} is {pool.geometry.widths(site)} wide"
-    out = gate_up_T2I.new_empty(tokens, width) if out is None else out
-    early = is_early(out)
-    columns = max(16, min(block, triton.next_power_of_2(width)))
-    adapted_gate_kernel[(triton.cdiv(width, columns), tiles.num_tiles)](
+    assert pool.geometry.widths(adapted.site) == (inner, inner), f"site {adapted.site} is not {inner} wide"
+    columns = block or max(16, min(128 if rank <= 32 else 64, triton.next_power_of_2(inner)))
+    wanted = triton.cdiv(inner, columns)
+    if next_site is not None:
+        wanted = min(wanted, MAX_PLANES, max(8, triton.cdiv(programs, tiles.num_tiles)))
+    span = triton.cdiv(triton.cdiv(inner, wanted), columns) * columns
+    next_planes = triton.cdiv(inner, span)
+    out_TI = gate_up_T2I.new_empty(tokens, inner)
+    next_h_PGAR = out_TI if next_site is None else step.work(next_site % 2, next_planes, 1)
+    squares = 0 if squares_TP is None else squares_TP.shape[1]
+    early = is_early(out_TI)
+    adapted_gate_kernel[(next_planes, tiles.num_tiles)](
         gate_up_T2I,
-        h_PGAR,
-        pool.values_U,
-        pool.offsets_SX2,
-        pool.ranks_SX4,
-        pool.scales_SX3,
-        tiles.rows_T,
-        tiles.tiles_N3,
-        out,
-        site,
+        adapted.h_PGAR if squares_TP is None else squares_TP,
+        adapted.h_PGAR,
+        out_TI,
+        next_h_PGAR,
+        *tables(pool, tiles),
+        adapted.site,
+        0 if next_site is None else next_site,
         len(pool.geometry.sites),
         rows,
-        WIDTH=width,
-        SPLITS=splits,
+        eps,
+        WIDTH=inner,
+        SPAN=span,
+        PLANES=planes,
+        D=max(1, width),
+        SQUARES=squares,
+        WIDE=triton.next_power_of_2(max(1, squares)),
         R=rank,
         BM=tiles.block,
         BN=columns,
-        BIASED=biased,
+        SHRINK=next_site is not None,
+        MIXED=variant.mixed,
+        BIASED=variant.biased,
         EARLY=early,
         num_warps=warps,
         **options(early),
     )
-    return out
+    return out_TI, None if next_site is None else Adapted(next_site, next_h_PGAR)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.adapters import Adapters, slot_of
 from engine.attention.decode_metadata import DecodeMetadata, worthwhile
 from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
@@ -40,6 +41,8 @@ from engine.runner.graph_pool import GraphPool
 from engine.runner.step_plan import StepPlan
 from engine.runner.stepper import BurstResult, HostCopy, StepModes
 from engine.scheduler.batching import shared_prefixes
+from lora.device_pool import BASE
+from lora.kernel_step import KernelStep, Variant
 
 
 def tiers_up_to(most: int) -> list[int]:
@@ -61,6 +64,7 @@ class Captured:
     graphed: bool
     slots_B: torch.Tensor
     metadata: DecodeMetadata
+    adapters: KernelStep | None
     scratch: tuple[torch.Tensor, ...]
 
 
@@ -79,7 +83,9 @@ class GraphStepper:
         counters: EngineCounters,
         deterministic: bool = False,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._deterministic = deterministic
         self._speculation = speculation
         self._table = table
@@ -89,7 +95,7 @@ class GraphStepper:
         self._pool = kv_pool
         self._counters = counters
         self._tiers = tiers_up_to(max_rows)
-        self._captured: dict[tuple[int, bool, StepModes], Captured] = {}
+        self._captured: dict[tuple[int, bool, StepModes, Variant | None], Captured] = {}
         table.edits = DeviceEdits(len(table.new_S), spec.vocab_size, spec.context_len, kv_pool.device)
         self._moves = 0
         self._graphs = GraphPool(kv_pool.device, counters)
@@ -115,7 +121,9 @@ class GraphStepper:
         longest = max(int(self._requests.num_pages_S[slot]) for slot in slots)
         page_tables_BP = self._requests.pages_SP[slots, :longest]
         prefixes = self._prefixes(samples, page_tables_BP)
-        return StepPlan(slots, steps, StepModes.of(samples), page_tables_BP, prefixes)
+        adapters = [slot_of(sample.group.lease) for sample in samples]
+        modes = StepModes.of(samples)
+        return StepPlan(slots, steps, modes, page_tables_BP, prefixes, adapters if any(adapters) else [])
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
         """Enqueue the plan's steps; the slots on the device, one for each row."""
@@ -123,7 +131,7 @@ class GraphStepper:
         tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
         shared = bool(plan.prefixes) and not self._deterministic  # whose steps are the same either way
         self._drop_moved()
-        captured = self._captured.get((tier, shared, plan.modes)) or self._capture(tier, shared, plan.modes)
+        captured = self._step_for(tier, shared, plan)
         device = self._pool.device
         padded = np.full(tier, -1, dtype=np.int64)
         padded[:rows] = plan.slots
@@ -137,6 +145,20 @@ class GraphStepper:
         self._counters.graph_padded_rows += tier * plan.steps
         self._counters.graph_eager_steps += 0 if captured.graphed else plan.steps
         return captured.slots_B[:rows]
+
+    def _step_for(self, tier: int, shared: bool, plan: StepPlan) -> Captured:
+        """The tier's step, with the plan's adapters in it."""
+        if not plan.adapters or self._adapters is None:
+            return self._captured.get((tier, shared, plan.modes, None)) or self._capture(tier, shared, plan.modes)
+        adapters_B = np.full(tier, BASE, dtype=np.int64)
+        adapters_B[: len(plan.adapters)] = plan.adapters
+        variant = self._adapters.variant(adapters_B)
+        captured = self._captured.get((tier, shared, plan.modes, variant))
+        if captured is None:
+            captured = self._capture(tier, shared, plan.modes, self._adapters.captured(tier, variant))
+        assert captured.adapters is not None
+        captured.adapters.fill(adapters_B)
+        return captured
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:
         if len(samples) < 2:
@@ -174,7 +196,7 @@ class GraphStepper:
             definition_S=table.definition_S,
         )
 
-    def _capture(self, tier: int, shared: bool, modes: StepModes) -> Captured:
+    def _capture(self, tier: int, shared: bool, modes: StepModes, adapters: KernelStep | None = None) -> Captured:
         device = self._pool.device
         metadata = self._plan(tier, shared)
         slots_B = torch.full((tier,), -1, dtype=torch.int64, device=device)
@@ -207,10 +229,10 @@ class GraphStepper:
             metadata.cut()
             states = dict.fromkeys(layers, ids_B)
             write_slots_B = metadata.write_slots_B
-            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None)
+            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None, adapters)
             if self._speculation is not None and layers:
                 self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
-            logits_BV = self._forward.logits(hidden_BD)
+            logits_BV = self._forward.logits(hidden_BD, adapters=adapters)
             sample_rows(logits_BV, columns, drawn, self._workspace, truncated=modes.truncated, every=every)
             if modes.top:
                 sample_top(logits_BV, table, columns, drawn, self._workspace)
@@ -219,6 +241,6 @@ class GraphStepper:
         replay = self._graphs.record(step, "decode steps")
         self._counters.graph_captures += 1
         scratch = (ids_B, positions_B, out_BNH)
-        captured = Captured(replay or step, replay is not None, slots_B, metadata, scratch)
-        self._captured[tier, shared, modes] = captured
+        captured = Captured(replay or step, replay is not None, slots_B, metadata, adapters, scratch)
+        self._captured[tier, shared, modes, None if adapters is None else adapters.variant] = captured
         return captured

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from lora.step import AdapterStep
 if TYPE_CHECKING:
     from engine.attention.triton import TritonAttention
     from engine.runner.prefill_graphs import PrefillGraphs
+    from lora.kernel_step import KernelStep
 
 ROW_MULTIPLE = 4
 PADDING_KEY = -1
@@ -122,7 +123,7 @@ def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
 
 class FusedRunner(ModelRunner):
     """The same results from fused kernels, with an attention backend that can `attend` to keys and
-    values already written. Batches with adapters run layer by layer, as on any device."""
+    values already written."""
 
     def __init__(
         self, model: DenseDecoderLM, kv_pool: KVPool, backend: TritonAttention, deterministic: bool = False
@@ -142,8 +143,6 @@ class FusedRunner(ModelRunner):
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, capture: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        if batch.adapters is not None:
-            return super().hidden(batch, capture)
         if self.prefill_graphs is not None:
             replayed_TD = self.prefill_graphs.hidden(batch, capture)
             if replayed_TD is not None:
@@ -153,7 +152,7 @@ class FusedRunner(ModelRunner):
         if self._first:
             self._first = False
             self._compile_ahead(inputs)
-        return self.fused.hidden(*inputs, self.attention.attend, capture)
+        return self.fused.hidden(*inputs, self.attention.attend, capture, kernels(batch.adapters))
 
     def _compile_ahead(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         from engine.runner.capture import anchored_pool
@@ -167,6 +166,9 @@ class FusedRunner(ModelRunner):
 
     @torch.inference_mode()
     def _logits(self, hidden_RD: torch.Tensor, part: slice, adapters: AdapterStep | None) -> torch.Tensor:
-        if adapters is not None:
-            return super()._logits(hidden_RD, part, adapters)
-        return self.fused.logits(hidden_RD, part).float()
+        return self.fused.logits(hidden_RD, part, kernels(adapters)).float()
+
+
+def kernels(adapters: AdapterStep | None) -> KernelStep | None:
+    """What `Adapters.step` makes where the fused path runs."""
+    return cast("KernelStep | None", adapters)

@@ -27,6 +27,7 @@ from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.runner.graph_pool import GraphPool
+from lora.kernel_step import KernelStep, Variant
 
 LAYER_LAUNCH_SECONDS = 2e-4
 FLOPS = 5e14
@@ -63,6 +64,7 @@ class CapturedChunk:
     write_slots_T: torch.Tensor
     plan: PrefillPlan
     hidden_TD: torch.Tensor
+    adapters: KernelStep | None
     scratch: torch.Tensor
     features: dict[int, torch.Tensor]
 
@@ -87,8 +89,8 @@ class PrefillGraphs:
         self._max_pages = max_pages
         self._counters = counters
         self._tiers = token_tiers(worthwhile_tokens(spec, max_tokens))
-        self._captured: dict[int, CapturedChunk | None] = {}
-        self._uses: Counter[int] = Counter()
+        self._captured: dict[tuple[int, Variant | None], CapturedChunk | None] = {}
+        self._uses: Counter[tuple[int, Variant | None]] = Counter()
         self._graphs = GraphPool(kv_pool.device, counters)
 
     @property
@@ -110,7 +112,8 @@ class PrefillGraphs:
             return None
         if not self._backend.prefills_in_one_piece(batch, self._pool):
             return None
-        captured = self._of(self._tiers[bisect.bisect_left(self._tiers, tokens)])
+        adapters = batch.adapters if isinstance(batch.adapters, KernelStep) else None
+        captured = self._of(self._tiers[bisect.bisect_left(self._tiers, tokens)], adapters)
         if captured is None:
             return None
         for buffer, values, padding in (
@@ -126,16 +129,22 @@ class PrefillGraphs:
             capture.update((layer, captured.features[layer][:tokens]) for layer in capture)
         return captured.hidden_TD[:tokens]
 
-    def _of(self, tier: int) -> CapturedChunk | None:
-        if tier not in self._captured:
-            self._uses[tier] += 1
-            if self._uses[tier] <= USES_BEFORE_CAPTURE:
+    def _of(self, tier: int, adapters: KernelStep | None) -> CapturedChunk | None:
+        """The tier's chunk, with the step's adapters in it."""
+        padded = None if adapters is None else adapters.padded(tier)
+        key = tier, None if padded is None else padded.variant
+        if key not in self._captured:
+            self._uses[key] += 1
+            if self._uses[key] <= USES_BEFORE_CAPTURE:
                 return None
-            self._captured[tier] = self._capture(tier)
-        return self._captured[tier]
+            self._captured[key] = self._capture(tier, padded)
+        captured = self._captured[key]
+        if captured is not None and captured.adapters is not None and padded is not None:
+            captured.adapters.fill(padded.slots_T)
+        return captured
 
     @torch.inference_mode()
-    def _capture(self, tier: int) -> CapturedChunk | None:
+    def _capture(self, tier: int, adapters: KernelStep | None) -> CapturedChunk | None:
         """None where it cannot be captured."""
         device, spec = self._pool.device, self._spec
 
@@ -155,7 +164,8 @@ class PrefillGraphs:
 
         def chunk() -> None:
             states = dict(features)
-            hidden_TD.copy_(self._forward.hidden(ids_T, positions_T, write_slots_T, attend, states or None))
+            inputs = ids_T, positions_T, write_slots_T
+            hidden_TD.copy_(self._forward.hidden(*inputs, attend, states or None, adapters))
             for layer, buffer_TD in features.items():
                 buffer_TD.copy_(states[layer])
 
@@ -164,5 +174,5 @@ class PrefillGraphs:
             return None
         if replay is not None:
             self._counters.graph_captures += 1
-        buffers = (ids_T, positions_T, write_slots_T, plan, hidden_TD, out_TNH, features)
+        buffers = (ids_T, positions_T, write_slots_T, plan, hidden_TD, adapters, out_TNH, features)
         return CapturedChunk(replay or chunk, *buffers)

@@ -9,7 +9,7 @@ Shapes: B rows of the burst, P page-table columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -22,17 +22,20 @@ from engine.runner.stepper import StepModes
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """`steps` steps of the rows in `slots`, in that order. `page_tables_BP` int32 has every page that
-    they may touch; `prefixes` are rows of it that share their first pages."""
+    they may touch; `prefixes` are rows of it that share their first pages. `adapters` are the rows' slots in
+    the adapters' pool, none where nobody has one."""
 
     slots: list[int]
     steps: int
     modes: StepModes
     page_tables_BP: np.ndarray
     prefixes: list[SharedPrefix]
+    adapters: list[int] = field(default_factory=list)
 
     def encode(self) -> bytes:
         pages = np.ascontiguousarray(self.page_tables_BP, dtype="<i4")
-        return msgspec.msgpack.encode(_Wire(self.slots, self.steps, self.modes, pages.tobytes(), self.prefixes))
+        wire = _Wire(self.slots, self.steps, self.modes, pages.tobytes(), self.prefixes, self.adapters)
+        return msgspec.msgpack.encode(wire)
 
     @staticmethod
     def decode(data: bytes) -> StepPlan:
@@ -44,13 +47,15 @@ class StepPlan:
         rows = len(wire.slots)
         pages = np.frombuffer(wire.pages[: len(wire.pages) // 4 * 4], dtype="<i4")
         fits = rows > 0 and len(wire.pages) % (4 * rows) == 0 and len(pages) > 0 and wire.steps > 0
-        if not fits or not all(0 <= p.start < p.end <= rows for p in wire.prefixes):
+        adapted = not wire.adapters or (len(wire.adapters) == rows and min(wire.adapters) >= 0)
+        if not fits or not adapted or not all(0 <= p.start < p.end <= rows for p in wire.prefixes):
             raise InvalidRequest(
                 field="step plan",
-                expected="steps, rows, as many rows of pages, prefixes of those",
-                actual=f"{wire.steps} steps of {rows} rows, {len(wire.pages)} bytes of pages, {wire.prefixes}",
+                expected="steps, rows, as many rows of pages and adapters, prefixes of those",
+                actual=f"{wire.steps} steps of {rows} rows, {len(wire.pages)} bytes of pages, {wire.prefixes}, "
+                f"adapters {wire.adapters}",
             )
-        return StepPlan(wire.slots, wire.steps, wire.modes, pages.reshape(rows, -1), wire.prefixes)
+        return StepPlan(wire.slots, wire.steps, wire.modes, pages.reshape(rows, -1), wire.prefixes, wire.adapters)
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,3 +64,4 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     modes: StepModes
     pages: bytes
     prefixes: list[SharedPrefix]
+    adapters: list[int]

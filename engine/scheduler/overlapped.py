@@ -19,29 +19,36 @@ from dataclasses import dataclass
 
 from engine.dspark.alternation import Alternation
 from engine.dspark.speculation import Speculation
-from engine.memory.device_table import BAD, DEFINITIONS, DeviceTable, RowState
+from engine.memory.device_table import BAD, DeviceTable
 from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
+from engine.runner.round_stepper import RoundResult
 from engine.runner.stepper import BurstResult, Stepper
 from engine.scheduler.commit import Committer
+from engine.scheduler.handover import has_host_stops, row_state
 from engine.scheduler.loop import SerialLoop
+from engine.scheduler.rounds import DeviceRounds, Planned
 from engine.scheduler.scheduler import Scheduler
 
 
 @dataclass(slots=True)
 class Burst:
-    """Rows in flight and the keys their sequences had at launch."""
+    """Steps or rounds in flight, and the keys that the rows' sequences had at launch. Unless it ends, a row
+    gets at least a token a step, and at most `most` in all."""
 
     samples: list[Sample]
     keys: list[int]
     steps: int
-    result: BurstResult
+    most: int
+    result: BurstResult | RoundResult
+    planned: Planned | None = None
     committed: bool = False
 
 
 class OverlappedLoop:
-    """`burst` bounds the steps launched at once; the ring holds two bursts. With a `speculation` rounds are
-    steps of the serial loop, and bursts run for as long as drafting would not pay."""
+    """`burst` bounds the steps launched at once; the ring holds two bursts. With a `speculation` bursts of plain
+    steps run for as long as drafting would not pay. `rounds` are launched ahead like those; rounds that
+    it does not serve, and all without it, are steps of the serial loop."""
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class OverlappedLoop:
         burst: int,
         prefill_burst: int,
         speculation: Speculation | None = None,
+        rounds: DeviceRounds | None = None,
     ) -> None:
         assert table.ring >= 2 * burst, f"a ring of {table.ring} cannot hold two bursts of {burst}"
         self._scheduler = scheduler
@@ -65,6 +73,7 @@ class OverlappedLoop:
         self._burst = burst
         self._prefill_burst = prefill_burst
         self._speculation = speculation
+        self._rounds = rounds
         if speculation is not None:
             speculation.alternation = Alternation(speculation.config.probe_every)
         self._committed_at: float | None = None
@@ -82,13 +91,18 @@ class OverlappedLoop:
         there was nothing to do."""
         began = time.perf_counter()
         scheduler = self._scheduler
-        if scheduler.needs_serial_steps or self._asks():
-            worked = self.settle()
-            self._take_back()
-            return self._serial.step() or worked
         worked = False
+        if self._asks():
+            rounds = self._rounds
+            if rounds is None or not rounds.serves(scheduler.running):
+                worked = self.settle()
+                self._take_back()
+                self._counters.serial_rounds += 1
+                return self._serial.step() or worked
+            if rounds.follows_host:
+                worked = self._land()
         if scheduler.wants_prefill:
-            worked = self.settle()
+            worked = self.settle() or worked
             for _ in range(self._prefill_burst):
                 if not (scheduler.wants_prefill and self._serial.prefill()):
                     break
@@ -111,34 +125,62 @@ class OverlappedLoop:
 
     def settle(self) -> bool:
         """Commit everything in flight, so that the host's view is whole. Whether there was any."""
+        worked = self._land()
+        self._committed_at = None
+        return worked
+
+    def _land(self) -> bool:
+        """Commit what is in flight. Whether there was anything."""
         burst, self._flying = self._flying, None
         if burst is not None:
             self._commit(burst)
-        self._committed_at = None
         return burst is not None
 
     def _launch(self, previous: Burst | None, most: int) -> Burst | None:
         scheduler = self._scheduler
-        flying = {} if previous is None else dict.fromkeys(previous.keys, previous.steps)
-        samples = [s for s in scheduler.running if s.remaining > flying.get(_key(s), 0)]
+        flying = {} if previous is None else dict.fromkeys(previous.keys, (previous.steps, previous.most))
+        samples = [s for s in scheduler.running if s.remaining > flying.get(_key(s), (0, 0))[0]]
         if not samples:
             return None
-        ahead = [flying.get(_key(s), 0) for s in samples]
-        steps = min(most, max(s.remaining - a for s, a in zip(samples, ahead, strict=True)))
-        if not scheduler.reserve_ahead(samples, [a + steps for a in ahead]):
+        planned = self._plan(samples)
+        if planned is not None and self._rounds is not None:
+            samples = planned.step.samples
+            ahead = [flying.get(_key(s), (0, 0))[1] for s in samples]
+            steps = self._rounds.rounds(planned, most)
+            reserved = scheduler.reserve_ahead(samples, [a + 1 for a in ahead])
+            if reserved:
+                self._rounds.reserve(samples, [a + steps * self._rounds.window for a in ahead])
+        else:
+            least, ahead = zip(*(flying.get(_key(s), (0, 0)) for s in samples), strict=True)
+            steps = min(most, max(s.remaining - a for s, a in zip(samples, least, strict=True)))
+            reserved = scheduler.reserve_ahead(samples, [a + steps for a in ahead])
+        if not reserved:
             # Somebody must give way, which needs the host's view to be whole.
             if previous is not None:
                 self._commit(previous)
             scheduler.grow()
-            samples, steps = list(scheduler.running), 1
+            samples, steps, planned = list(scheduler.running), 1, None
             if not samples:
                 return None
         self._hand_over(samples)
-        result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
+        return self._run(samples, steps, planned)
+
+    def _plan(self, samples: list[Sample]) -> Planned | None:
+        if self._rounds is None or not self._asks() or not self._rounds.serves(samples):
+            return None
+        return self._rounds.plan(samples)
+
+    def _run(self, samples: list[Sample], steps: int, planned: Planned | None) -> Burst:
+        keys = [_key(s) for s in samples]
         self._counters.steps += steps
+        if planned is not None and self._rounds is not None:
+            return Burst(
+                samples, keys, steps, steps * self._rounds.window, self._rounds.launch(planned, steps), planned
+            )
+        result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
         if self._speculation is not None:
             self._speculation.passed(steps)
-        return Burst(samples, [_key(s) for s in samples], steps, result)
+        return Burst(samples, keys, steps, steps, result)
 
     def _take_back(self) -> None:
         """The device knows of no row any more; the host's view is whole."""
@@ -161,6 +203,12 @@ class OverlappedLoop:
 
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
+        if burst.planned is not None and self._rounds is not None:
+            assert isinstance(burst.result, RoundResult)
+            outcome = burst.result.wait()
+            self._rounds.commit(burst.planned, outcome, self._seconds(burst.steps))
+            return
+        assert not isinstance(burst.result, RoundResult)
         columns, tokens = burst.result.wait(), [0] * len(burst.samples)
         for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
             if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
@@ -175,34 +223,12 @@ class OverlappedLoop:
             if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
                 self._committer.fail_bad_logits(sample)
         if self._speculation is not None:
-            before, self._committed_at = self._committed_at, time.perf_counter()
-            seconds = None if before is None else (self._committed_at - before) / burst.steps
-            self._speculation.burst(burst.samples, tokens, seconds)
+            self._speculation.burst(burst.samples, tokens, self._seconds(burst.steps))
 
-
-def has_host_stops(sample: Sample) -> bool:
-    """Whether there are more stop ids than the device looks for."""
-    return len(sample.row.stop_ids) > DeviceTable.MAX_STOPS
-
-
-def row_state(sample: Sample) -> RowState:
-    params, sequence = sample.row.params, sample.sequence
-    assert sequence is not None
-    return RowState(
-        slot=sequence.slot,
-        last_token=sample.ids[-1],
-        computed=sequence.computed,
-        new=len(sample.ids),
-        max_new=params.max_new,
-        seed=sample.row.seed,
-        temperature=0.0 if sample.row.greedy else params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        definition=DEFINITIONS.index(sample.row.want.logprobs),
-        stop_ids=tuple(sorted(sample.row.stop_ids)),
-        row=sample.row,
-    )
+    def _seconds(self, steps: int) -> float | None:
+        """What each of the steps took whose results have just arrived, where nothing else ran since."""
+        before, self._committed_at = self._committed_at, time.perf_counter()
+        return None if before is None else (self._committed_at - before) / steps
 
 
 def _key(sample: Sample) -> int:

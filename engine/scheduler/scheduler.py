@@ -146,11 +146,6 @@ class Scheduler:
         return True
 
     @property
-    def needs_serial_steps(self) -> bool:
-        """Whether somebody is here whose decode steps the host must put together."""
-        return self.adapters is not None and self.adapters.needs_serial_steps
-
-    @property
     def wants_prefill(self) -> bool:
         """Whether prefilling or starting samples may be possible now."""
         if self.scoring or any(not p.done for p in self.prefills):

@@ -45,7 +45,7 @@ def lora_expand_reference(pool: DevicePool, site: int, h_PGAR: torch.Tensor, til
             first += b_NR.shape[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site", "h_rows"])
 def lora_expand_kernel(
     h_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, y_ptr,
     site, sites, y_stride, h_rows, skipped,

@@ -54,12 +54,12 @@ def lora_shrink_reference(pool: DevicePool, site: int, x_TK: torch.Tensor, tiles
             continue
         x_SK = x_TK[tiles.rows_T[start : start + count].long()].float()
         for part, a_RK in enumerate(pool.factors(slot, site)[0]):
-            for split, (x_SC, a_RC) in enumerate(zip(_cut(x_SK), _cut(a_RK.float()), strict=True)):
+            pieces = zip(_cut(x_SK, len(h_PGAR)), _cut(a_RK.float(), len(h_PGAR)), strict=True)
+            for split, (x_SC, a_RC) in enumerate(pieces):
                 h_PGAR[split, part, start : start + count, : a_RK.shape[0]] = x_SC @ a_RC.T
 
 
-def _cut(tensor: torch.Tensor) -> list[torch.Tensor]:
-    splits = num_splits(tensor.shape[1])
+def _cut(tensor: torch.Tensor, splits: int) -> list[torch.Tensor]:
     return list(tensor.split(_span(tensor.shape[1], splits), dim=1))
 
 
@@ -67,7 +67,7 @@ def _span(inputs: int, splits: int) -> int:
     return -(-inputs // splits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site", "h_rows"])
 def lora_shrink_kernel(
     x_ptr, values_ptr, offsets_ptr, ranks_ptr, rows_ptr, tiles_ptr, h_ptr, site, sites, x_stride, h_rows,
     K: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -111,7 +111,7 @@ def lora_shrink_kernel(
         tl.store(h_ptr + at_MR, h_MR, mask=real_M1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site"])
 def lora_gather_kernel(
     ids_ptr, values_ptr, offsets_ptr, ranks_ptr, rows_ptr, tiles_ptr, h_ptr, site, sites,
     R: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
@@ -143,8 +143,8 @@ def lora_shrink(
 ) -> None:
     """Fill `h_PGAR` (see `workspace_shape`) for the rows of `tiles`; for an embedding `x_TK` are ids [T].
 
-    R is at least every padded rank met. Without `mixed`, every slot met that adapts the site does so at
-    exactly R.
+    The inputs are cut into as many spans as it has planes, by default as `num_splits` says. R is at least every
+    padded rank met. Without `mixed`, every slot met that adapts the site does so at exactly R.
     """
     splits, parts, rows, rank = h_PGAR.shape
     assert h_PGAR.is_contiguous() and rows >= 1 and rank >= MIN_RANK, f"workspace {list(h_PGAR.shape)}"
@@ -158,7 +158,6 @@ def lora_shrink(
         return
     inputs = pool.geometry.inputs(site)
     assert x_TK.stride(1) == 1 and x_TK.shape[1] == inputs, f"inputs {list(x_TK.shape)}, expected {inputs} wide"
-    assert splits == num_splits(inputs), f"{splits} splits of {inputs} inputs"
     lora_shrink_kernel[(splits * parts, tiles.num_tiles)](
         x_TK,
         *tables,
@@ -171,7 +170,7 @@ def lora_shrink(
         PARTS=parts,
         R=rank,
         BM=tiles.block,
-        BK=min(config.inputs, triton.next_power_of_2(inputs)),
+        BK=max(16, min(config.inputs, triton.next_power_of_2(_span(inputs, splits)))),
         MIXED=mixed,
         STAGES=config.stages,
         EARLY=early,

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from engine.kernels.adapted_gate import adapted_gate
-from engine.kernels.adapted_norm import adapted_norm
+from engine.kernels.adapted_rope import Rotation, adapted_rope
+from engine.kernels.adapted_sum import Adapted, adapted_sum
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
@@ -40,6 +42,7 @@ from engine.memory.device_table import DeviceTable
 from engine.types import Want
 from lora.device_pool import DevicePool
 from lora.geometry import Geometry, Kind, Part, Site
+from lora.kernel_step import KernelStep, Variant
 from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import lora_shrink, workspace_shape
 from lora.segments import Tiles
@@ -190,7 +193,7 @@ def adapters(capability: int) -> None:
     pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
     variants = {80: [(16, 32, (0, 1, 2))], 90: [(16, 16, (0, 2)), (64, 64, (1,))], 100: [(16, 16, (1, 2))]}
     for block, rank, chosen in variants[capability]:
-        tiles = Tiles.empty(80, 2, block, torch.device("cpu"))
+        tiles = Tiles(80, 5, block, torch.device("cpu"))
         for site in chosen:
             widths, inputs = pool.geometry.widths(site), pool.geometry.inputs(site)
             h = torch.zeros(workspace_shape(inputs, len(widths), 80, rank))
@@ -199,14 +202,34 @@ def adapters(capability: int) -> None:
             lora_shrink(pool, site, x, tiles, h, mixed)
             if site != 2:
                 lora_expand(pool, site, h, tiles, torch.zeros(80, sum(widths), dtype=BF16), mixed, biased=mixed)
-    tiles, y = Tiles.empty(80, 2, 16, torch.device("cpu")), torch.zeros(80, 4096, dtype=BF16)
-    adapted_norm(pool, 0, torch.zeros(12, 1, 80, 16), tiles, y, y.clone(), y[0], 1e-6, biased=capability == 80)
-    gates = DevicePool(
-        Geometry((Site(4096, (Part("g", 12288), Part("u", 12288))),)), BF16, torch.device("cpu"), 1 << 20, 2
+
+
+def adapted_layers(capability: int) -> None:
+    """What lies between the products of a layer: the widest ranks and biases for the oldest."""
+    parts = tuple(Part(name, width) for name, width in zip("qkv", (4096, 1024, 1024), strict=True))
+    sites = (
+        Site(4096, parts),
+        Site(4096, (Part("o", 4096),)),
+        Site(4096, (Part("g", 12288), Part("u", 12288))),
+        Site(12288, (Part("d", 4096),)),
     )
-    adapted_gate(
-        gates, 0, torch.zeros(4, 2, 80, 16), tiles, torch.zeros(80, 24576, dtype=BF16), biased=capability == 80
-    )
+    pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
+    most = capability == 80
+    variant = Variant(64 if most else 16, most, most, False, False, 16, 8)
+    step = KernelStep(pool, np.zeros(80, dtype=np.int64), variant=variant)
+    x, shape = torch.zeros(80, 4096, dtype=BF16), QKVShape(32, 8, 128)
+    before = None if most else Adapted(1, step.work(1, 16, 1))
+    stream = adapted_sum(step, None if most else x, before, x.clone(), x[0], 0)
+    assert stream.adapted is not None
+    table, token = torch.zeros(8, 128, dtype=BF16), torch.zeros(80, dtype=torch.int64)
+    rotation = Rotation(table, table, token, token, torch.zeros(16, 16, 128, dtype=BF16))
+    norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 6144, dtype=BF16)
+    rest = (stream.squares_TP, 4096, 1e-6)
+    adapted_rope(step, stream.adapted, qkv, qkv[0] if most else None, *rest, shape, None if most else norm, rotation)
+    gates = Adapted(2, step.work(0, 16, 2))
+    if capability == 100:
+        rest = ()
+    adapted_gate(step, gates, torch.zeros(80, 24576, dtype=BF16), *rest, next_site=None if capability == 100 else 3)
 
 
 def _rows(
@@ -221,6 +244,7 @@ def _rows(
 ENTRIES: tuple[Callable[[int], None], ...] = (
     elementwise,
     adapters,
+    adapted_layers,
     rope,
     products,
     invariant_products,

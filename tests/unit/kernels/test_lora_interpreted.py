@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from engine.kernels.adapted_gate import adapted_gate, adapted_gate_reference
-from engine.kernels.adapted_norm import adapted_norm, adapted_norm_reference
+from engine.kernels.adapted_rope import Rotation, adapted_rope, adapted_rope_reference
+from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_reference
+from engine.kernels.rope_kv_write import QKNorm, QKVShape
 from lora.geometry import Kind
 from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand, lora_expand_reference
@@ -70,7 +72,7 @@ def test_each_kernel_equals_its_reference(inputs):
     adapters = make_pool(where, weights({"a": 16, "b": 7}, where, 1), weights({"b": 30}, where, 2))
     slots = np.array([1] * 18 + [0] + [2] * 3)
     segments = Segments.of(slots)
-    tiles = Tiles.empty(len(slots), 4, 16, torch.device("cpu"))
+    tiles = Tiles(len(slots), 4, 16, torch.device("cpu"))
     tiles.fill(segments)
     x, y = inputs_of(where, 0, len(slots)) / inputs**0.5, torch.randn(len(slots), 64)
     h = torch.full(workspace_shape(inputs, 2, len(segments.rows_A), 32), float("nan"))
@@ -95,7 +97,7 @@ def test_parts_of_the_head_and_large_tiles(monkeypatch):
         y = torch.zeros(len(slots), len(range(VOCAB)[part]))
         step.add_(5, x, y, part)
         close(y, expected[:, part])
-    assert step._tiles.block == 64
+    assert step.tiles.block == 64
 
 
 def test_uniform_ranks_take_the_path_without_masks():
@@ -104,7 +106,7 @@ def test_uniform_ranks_take_the_path_without_masks():
     loop, kernels = torch.zeros(4, 80), torch.zeros(4, 80)
     LoopStep(adapters, slots).add_(1, x, loop)
     step = KernelStep(adapters, slots)
-    assert step._mixed[1] is False
+    assert not step.variant.mixed
     step.add_(1, x, kernels)
     close(kernels, loop)
 
@@ -135,45 +137,76 @@ def test_not_a_number_in_one_slot_reaches_no_other_row():
     assert bool(dirty[SLOTS == 3].isnan().all())
 
 
-def shrunk(adapters, site: int, x: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
-    """What the first kernel leaves for tiles of all rows."""
-    segments = Segments.of(SLOTS, with_base=True)
-    tiles = Tiles.empty(len(SLOTS), 5, 16, torch.device("cpu"))
-    tiles.fill(segments)
-    shape = workspace_shape(GEOMETRY.inputs(site), len(GEOMETRY.widths(site)), len(SLOTS), 32)
-    h = torch.full(shape, float("nan"))
-    lora_shrink(adapters, site, x, tiles, h)
-    h[:, :, : int((SLOTS == 0).sum())] = float("nan")  # of base rows, which nobody may read
-    return h, tiles
+def shrunk(step: KernelStep, site: int) -> Adapted:
+    """What the first kernel leaves, poisoned where rows are the base's, whom nobody may read for."""
+    h = step.shrunk(site, inputs_of(GEOMETRY, site, len(SLOTS)))
+    h[:, :, : int((SLOTS == 0).sum())] = float("nan")
+    return Adapted(site, h.clone())
+
+
+def products_close(step: KernelStep, actual: Adapted | None, expected: Adapted | None) -> None:
+    """Of the ranks that slots have; others are left as they were."""
+    assert actual is not None and expected is not None and actual.site == expected.site
+    actual_GAR, expected_GAR = actual.h_PGAR.sum(0), expected.h_PGAR.sum(0)
+    for slot, start, count in step.tiles.tiles_N3.tolist():
+        rank = step.pool.layout(slot, actual.site).rank
+        entries = slice(start, start + count)
+        close(actual_GAR[:, entries, :rank], expected_GAR[:, entries, :rank])
+
+
+@pytest.mark.parametrize(("site", "following"), [(2, 3), (4, 1), (4, None)])
+def test_the_residual_stream_between_adapted_products(site, following):
+    """In one piece of the columns and in several."""
+    step = KernelStep(pool(), SLOTS)
+    y, residual, weight = torch.randn(len(SLOTS), 64), torch.randn(len(SLOTS), 64), torch.randn(64)
+    before, expected_residual = shrunk(step, site), residual.clone()
+    expected = adapted_sum_reference(step, y, before, expected_residual, weight, following)
+    for block in (64, 32):
+        kept = residual.clone()
+        stream = adapted_sum(step, y, before, kept, weight, following, block=block)
+        close(kept, expected_residual)
+        close(stream.x_TD, expected.x_TD)
+        close(stream.squares_TP.sum(1), expected.squares_TP.sum(1))
+        if following is not None:
+            products_close(step, stream.adapted, expected.adapted)
 
 
 def test_the_gate_of_adapted_rows_and_others():
-    adapters, x = pool(), inputs_of(GEOMETRY, 3, len(SLOTS))
-    h, tiles = shrunk(adapters, 3, x)
-    gate_up = torch.randn(len(SLOTS), 160)
-    out = torch.full((len(SLOTS), 80), float("nan"))
-    assert adapted_gate(adapters, 3, h, tiles, gate_up, out, block=32) is out
-    close(out, adapted_gate_reference(adapters, 3, h, tiles, gate_up))
+    """Alone, and with the factor of a norm and the next first product."""
+    step = KernelStep(pool(), SLOTS)
+    gate_up, squares, adapted = torch.randn(len(SLOTS), 160), torch.rand(len(SLOTS), 3) * 64, shrunk(step, 3)
+    for rest in ((), (squares, 64, 1e-6, 4)):
+        expected = adapted_gate_reference(step, adapted, gate_up, *rest)
+        inner, following = adapted_gate(step, adapted, gate_up, *rest, block=32)
+        close(inner, expected[0])
+        if rest:
+            assert following is not None and following.h_PGAR.shape[0] == 3
+            products_close(step, following, expected[1])
 
 
-@pytest.mark.parametrize("site", [2, 4])
-def test_the_norm_after_an_adapted_projection(site, monkeypatch):
-    """In one piece and in several."""
-    adapters, x = pool(), inputs_of(GEOMETRY, site, len(SLOTS))
-    h, tiles = shrunk(adapters, site, x)
-    y, residual, weight = torch.randn(len(SLOTS), 64), torch.randn(len(SLOTS), 64), torch.randn(64)
-    expected = adapted_norm_reference(adapters, site, h, tiles, y, residual, weight, 1e-6)
-    for elements in (16384, 16 * 32):
-        monkeypatch.setattr("engine.kernels.adapted_norm.ELEMENTS", elements)
-        kept = residual.clone()
-        out, stream = adapted_norm(adapters, site, h, tiles, y, kept, weight, 1e-6, torch.full_like(y, float("nan")))
-        assert stream is kept
-        close(kept, expected[1])
-        close(out, expected[0])
+@pytest.mark.parametrize("plain", [True, False])
+def test_queries_and_keys_of_adapted_rows_and_others(plain):
+    """With and without norms of heads and biases; one token is padding."""
+    step, shape = KernelStep(pool(), SLOTS), QKVShape(3, 1, 16)
+    qkv, squares, adapted = torch.randn(len(SLOTS), 80), torch.rand(len(SLOTS), 3) * 64, shrunk(step, 1)
+    norm = None if plain else QKNorm(torch.rand(16), torch.rand(16), 1e-6)
+    bias = None if plain else torch.randn(80)
+    slots = torch.arange(len(SLOTS))
+    slots[4] = -1
+    results = []
+    for run in (adapted_rope, adapted_rope_reference):
+        rotation = Rotation(torch.rand(20, 16), torch.rand(20, 16), slots + 3, slots, torch.zeros(len(SLOTS), 2, 16))
+        torch.manual_seed(0)
+        rotation.cos_CH.normal_()
+        rotation.sin_CH.normal_()
+        q = run(step, adapted, qkv.clone(), bias, squares, 64, 1e-6, shape, norm, rotation)
+        results.append((q[slots >= 0], rotation.kv_S2KH))
+    close(results[0][0], results[1][0])
+    close(results[0][1], results[1][1])
 
 
 def test_an_engine_of_fused_kernels_serves_adapters(t_full, tmp_path):
-    """Steps with adapted rows are put together by the host; those before and after run on the device."""
+    """Steps with adapted rows are replayed like those without."""
     folder = save_adapter(t_full, tmp_path, 1, target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
     engine = make_engine(t_full, page_size=4, burst=2, attention="triton", loop="overlapped", max_running=4)
     engine.adapters.register_folder("LA", folder)

@@ -1,0 +1,197 @@
+"""From a projection whose rows have adapters to attention's inputs, in one launch.
+
+Owns the norm's factor that the projection lacks (`adapted_tile`), the model's bias, the adapters' second product,
+and then what `rope_kv_write` does: norms of heads, rotation, the write of keys and values. Rounds as that does.
+Ignores the products themselves.
+
+Shapes: as in `rope_kv_write`; A sorted rows, P planes, R ranks. A program computes a head of a tile's rows.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.adapted_sum import Adapted
+from engine.kernels.adapted_tile import factor_rows, norm_factor, summed, tables, tile_rows, with_ones
+from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write_reference
+from lora.kernel_step import KernelStep
+from lora.kernels.expand import lora_expand_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rope's tables [C, H], positions [T], slots [T] of the pool, and a layer of it [S, 2K, H]."""
+
+    cos_CH: torch.Tensor
+    sin_CH: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    kv_S2KH: torch.Tensor
+
+
+def adapted_rope_reference(
+    step: KernelStep,
+    adapted: Adapted,
+    qkv_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    squares_TP: torch.Tensor,
+    width: int,
+    eps: float,
+    shape: QKVShape,
+    norm: QKNorm | None,
+    rotation: Rotation,
+) -> torch.Tensor:
+    factor_T = torch.rsqrt(squares_TP.sum(1) / width + eps)
+    qkv_TE = qkv_TE * factor_T[:, None].to(qkv_TE.dtype)
+    if bias_E is not None:
+        qkv_TE += bias_E
+    h_PGAR = adapted.h_PGAR * factor_T[step.tiles.rows_T.long()][:, None]
+    lora_expand_reference(step.pool, adapted.site, h_PGAR, step.tiles, qkv_TE)
+    at = rotation
+    return rope_kv_write_reference(qkv_TE, shape, norm, at.cos_CH, at.sin_CH, at.positions_T, at.slots_T, at.kv_S2KH)
+
+
+@triton.jit
+def _rotated(first, second, sign_cos, sign_sin, dtype: tl.constexpr):
+    return (first * sign_cos).to(dtype).to(tl.float32) + (second * sign_sin).to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["site", "h_rows"])
+def adapted_rope_kernel(
+    qkv_ptr, bias_ptr, squares_ptr, h_ptr, kv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
+    slots_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, sites, h_rows, eps, head_eps,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
+    SQUARES: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
+    here = slot * sites + site
+    rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
+    part = (head >= N).to(tl.int32) + (head >= N + K).to(tl.int32)
+    scale = tl.load(scales_ptr + here * 3 + part)
+    offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
+    active = (rank > 0) & (scale != 0.0)
+    at = tl.arange(0, HALF)
+    real_E = at < H // 2
+    first_b_ER = factor_rows(values_ptr, offset, head * H, at, real_E & active, rank, R, MIXED)
+    second_b_ER = factor_rows(values_ptr, offset, head * H + H // 2, at, real_E & active, rank, R, MIXED)
+    await_inputs(EARLY)
+    release_next(EARLY)
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
+    if count > 0:
+        pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
+        position_M1 = tl.load(positions_ptr + row_M[:, None], mask=real_M1, other=0).to(tl.int64)
+        factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+        real_ME = real_M1 & real_E[None, :]
+        qkv_ME_ptr = qkv_ptr + row_M[:, None] * ((N + 2 * K) * H) + head * H + at[None, :]
+        first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0).to(tl.float32) * factor_M1
+        second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0).to(tl.float32) * factor_M1
+        if BIAS:
+            bias_E_ptr = bias_ptr + head * H + at
+            first += tl.load(bias_E_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
+            second += tl.load(bias_E_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
+        if active:
+            h_MR = summed(h_ptr, part, entry_M, real_M1, h_rows, PLANES, 3, R) * factor_M1
+            if BIASED:
+                h_MR = with_ones(h_MR, ranks_ptr, here, part, R)
+            h_MR = h_MR.to(first_b_ER.dtype)
+            first += tl.dot(h_MR, tl.trans(first_b_ER), input_precision="ieee") * scale
+            second += tl.dot(h_MR, tl.trans(second_b_ER), input_precision="ieee") * scale
+        first = first.to(dtype).to(tl.float32)
+        second = second.to(dtype).to(tl.float32)
+        written = real_ME & (pool_M1 >= 0)
+        kv_ME_ptr = kv_ptr + pool_M1 * (2 * K * H) + (head - N) * H + at[None, :]
+        if head >= N + K:
+            tl.store(kv_ME_ptr, first.to(dtype), mask=written)
+            tl.store(kv_ME_ptr + H // 2, second.to(dtype), mask=written)
+        else:
+            if NORM:
+                weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
+                root_M1 = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] * (1.0 / H) + head_eps)
+                first_weight = tl.load(weight_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
+                second_weight = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
+                first = ((first * root_M1).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+                second = ((second * root_M1).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+            table_ME = position_M1 * H + at[None, :]
+            cos = tl.load(cos_ptr + table_ME, mask=real_ME, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + table_ME, mask=real_ME, other=0.0).to(tl.float32)
+            turned = _rotated(first, second, cos, sin, dtype).to(dtype)
+            cos = tl.load(cos_ptr + table_ME + H // 2, mask=real_ME, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + table_ME + H // 2, mask=real_ME, other=0.0).to(tl.float32)
+            turned_second = _rotated(second, first, cos, sin, dtype).to(dtype)
+            if head < N:
+                tl.store(qkv_ME_ptr, turned, mask=written)
+                tl.store(qkv_ME_ptr + H // 2, turned_second, mask=written)
+            else:
+                tl.store(kv_ME_ptr, turned, mask=written)
+                tl.store(kv_ME_ptr + H // 2, turned_second, mask=written)
+
+
+def adapted_rope(
+    step: KernelStep,
+    adapted: Adapted,
+    qkv_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    squares_TP: torch.Tensor,
+    width: int,
+    eps: float,
+    shape: QKVShape,
+    norm: QKNorm | None,
+    rotation: Rotation,
+    warps: int = 4,
+) -> torch.Tensor:
+    """Query heads [T, N, H], a view of `qkv_TE`: the product [T, (N + 2K) * H] without the factor of the norm over
+    `width` values whose squares are given. Keys and values are in the pool afterwards."""
+    pool, tiles, variant = step.pool, step.tiles, step.variant
+    planes, parts, rows, rank = adapted.h_PGAR.shape
+    total, size = shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
+    assert qkv_TE.is_contiguous() and rotation.kv_S2KH.is_contiguous(), "rows must be contiguous"
+    assert qkv_TE.dtype == rotation.kv_S2KH.dtype, f"projection {qkv_TE.dtype}, pool {rotation.kv_S2KH.dtype}"
+    assert parts == 3 and qkv_TE.shape[1] == total * size, f"{parts} parts, rows of {qkv_TE.shape[1]}"
+    early = is_early(qkv_TE)
+    adapted_rope_kernel[(total, tiles.num_tiles)](
+        qkv_TE,
+        qkv_TE if bias_E is None else bias_E,
+        squares_TP,
+        adapted.h_PGAR,
+        rotation.kv_S2KH,
+        qkv_TE if norm is None else norm.q_weight_H,
+        qkv_TE if norm is None else norm.k_weight_H,
+        rotation.cos_CH,
+        rotation.sin_CH,
+        rotation.positions_T,
+        rotation.slots_T,
+        *tables(pool, tiles),
+        adapted.site,
+        len(pool.geometry.sites),
+        rows,
+        eps,
+        0.0 if norm is None else norm.eps,
+        N=shape.num_heads,
+        K=shape.num_kv_heads,
+        H=size,
+        HALF=max(16, triton.next_power_of_2(size // 2)),
+        D=width,
+        PLANES=planes,
+        SQUARES=squares_TP.shape[1],
+        WIDE=triton.next_power_of_2(squares_TP.shape[1]),
+        R=rank,
+        BM=tiles.block,
+        BIAS=bias_E is not None,
+        NORM=norm is not None,
+        MIXED=variant.mixed,
+        BIASED=variant.biased,
+        EARLY=early,
+        num_warps=warps,
+        enable_fp_fusion=False,
+        **options(early),
+    )
+    return qkv_TE[:, : shape.num_heads * size].view(len(qkv_TE), shape.num_heads, size)

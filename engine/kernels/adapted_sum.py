@@ -1,0 +1,177 @@
+"""The residual stream between two products of which rows have adapters.
+
+Owns, in one launch: the adapters' second product added to the projection before, their sum added to the
+residual stream, its squares, the inputs of the next product, and the adapters' first product of those. A
+program sees some rows and some columns, so sums over columns are left in planes for whoever comes next
+(`adapted_tile`). Ignores everything else of both products.
+
+Shapes: T tokens, D width, A sorted rows, P planes, G parts of the next site, R ranks.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.adapted_tile import factor_columns, factor_rows, summed, tables, tile_rows, with_ones
+from engine.kernels.early import await_inputs, is_early, options, release_next
+from lora.kernel_step import KernelStep
+from lora.kernels.expand import lora_expand_reference
+from lora.kernels.shrink import lora_shrink_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A product whose adapters' first product is known: its site, and [P, G, A, R]."""
+
+    site: int
+    h_PGAR: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What an adapted product takes: inputs [T, D] without the norm's factor, whose squares lie in [T, P], and its
+    site's first product, None where nothing follows."""
+
+    x_TD: torch.Tensor
+    squares_TP: torch.Tensor
+    adapted: Adapted | None
+
+
+def planes_of(width: int) -> tuple[int, int]:
+    """Columns of a program and how many such there are: enough programs for few rows, few planes to add up."""
+    block = min(256, max(64, triton.next_power_of_2(width) // 16))
+    return block, triton.cdiv(width, block)
+
+
+def adapted_sum_reference(
+    step: KernelStep,
+    y_TD: torch.Tensor | None,
+    before: Adapted | None,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    next_site: int | None,
+) -> Stream:
+    if y_TD is not None and before is not None:
+        y_TD = y_TD.clone()
+        lora_expand_reference(step.pool, before.site, before.h_PGAR, step.tiles, y_TD)
+        residual_TD += y_TD
+    x_TD = residual_TD * weight_D
+    squares_T1 = residual_TD.float().square().sum(1, keepdim=True)
+    if next_site is None:
+        return Stream(x_TD, squares_T1, None)
+    h_1GAR = torch.zeros(1, len(step.pool.geometry.widths(next_site)), len(x_TD), step.variant.rank)
+    lora_shrink_reference(step.pool, next_site, x_TD, step.tiles, h_1GAR)
+    return Stream(x_TD, squares_T1, Adapted(next_site, h_1GAR))
+
+
+@triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
+def adapted_sum_kernel(
+    y_ptr, residual_ptr, weight_ptr, out_ptr, squares_ptr, h_ptr, next_h_ptr,
+    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
+    NEXT_PLANES: tl.constexpr, ADD: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    plane = tl.program_id(0)
+    slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
+    n = plane * BN + tl.arange(0, BN)
+    real_N = n < D
+    weight_N = tl.load(weight_ptr + n, mask=real_N, other=0.0).to(tl.float32)
+    here = slot * sites + site
+    rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
+    scale = tl.load(scales_ptr + here * 3)
+    active = (rank > 0) & (scale != 0.0)
+    if ADD:
+        offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
+        b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
+    there = slot * sites + next_site
+    next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
+    await_inputs(EARLY)
+    release_next(EARLY)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if count > 0:
+        real_MN = real_M1 & real_N[None, :]
+        at_MN = row_M[:, None] * D + n[None, :]
+        sum_MN = tl.load(residual_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
+        if ADD:
+            y_MN = tl.load(y_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
+            if active:
+                h_MR = summed(h_ptr, 0, entry_M, real_M1, h_rows, PLANES, 1, R)
+                if BIASED:
+                    h_MR = with_ones(h_MR, ranks_ptr, here, 0, R)
+                y_MN += tl.dot(h_MR.to(b_NR.dtype), tl.trans(b_NR), input_precision="ieee") * scale
+            rounded_MN = (sum_MN + y_MN.to(dtype).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+            tl.store(residual_ptr + at_MN, rounded_MN, mask=real_MN)
+            sum_MN = rounded_MN.to(tl.float32)
+        x_MN = (sum_MN * weight_N[None, :]).to(dtype)
+        tl.store(out_ptr + at_MN, x_MN, mask=real_MN)
+        squares_M1 = tl.sum(sum_MN * sum_MN, 1)[:, None]
+        tl.store(squares_ptr + row_M[:, None] * NEXT_PLANES + plane, squares_M1, mask=real_M1)
+        if PARTS > 0:  # noqa: SIM102 (known when compiled; the next is not)
+            if next_rank > 0:
+                next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
+                r = tl.arange(0, R)
+                for part in tl.static_range(PARTS):
+                    a_RN = factor_columns(values_ptr, next_offset, part, n, real_N, next_rank, D, R, MIXED)
+                    h_MR = tl.dot(x_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
+                    at_MR = ((plane * PARTS + part) * h_rows + entry_M)[:, None] * R + r[None, :]
+                    tl.store(next_h_ptr + at_MR, h_MR, mask=real_M1)
+
+
+def adapted_sum(
+    step: KernelStep,
+    y_TD: torch.Tensor | None,
+    before: Adapted | None,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    next_site: int | None,
+    block: int | None = None,
+    warps: int = 4,
+) -> Stream:
+    """The stream after `y_TD`, the product at `before`, has been added to `residual_TD` in place; with neither,
+    as it is. `weight_D` is of the norm before the next product."""
+    tokens, width = residual_TD.shape
+    pool, tiles, variant = step.pool, step.tiles, step.variant
+    assert residual_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous()), "rows must be contiguous"
+    assert (y_TD is None) == (before is None), "a product and its site come together"
+    chosen, planes = planes_of(width)
+    if block is not None:
+        chosen, planes = block, triton.cdiv(width, block)
+    parts = 0 if next_site is None else len(pool.geometry.widths(next_site))
+    x_TD = torch.empty_like(residual_TD)
+    squares_TP = torch.empty(tokens, planes, dtype=torch.float32, device=x_TD.device)
+    h_PGAR = squares_TP if next_site is None else step.work(next_site % 2, planes, parts)
+    early = is_early(residual_TD)
+    adapted_sum_kernel[(planes, tiles.num_tiles)](
+        x_TD if y_TD is None else y_TD,
+        residual_TD,
+        weight_D,
+        x_TD,
+        squares_TP,
+        squares_TP if before is None else before.h_PGAR,
+        h_PGAR,
+        *tables(pool, tiles),
+        0 if before is None else before.site,
+        0 if next_site is None else next_site,
+        len(pool.geometry.sites),
+        tokens,
+        D=width,
+        R=variant.rank,
+        BM=tiles.block,
+        BN=chosen,
+        PLANES=1 if before is None else before.h_PGAR.shape[0],
+        PARTS=parts,
+        NEXT_PLANES=planes,
+        ADD=y_TD is not None,
+        MIXED=variant.mixed,
+        BIASED=variant.biased,
+        EARLY=early,
+        num_warps=warps,
+        **options(early),
+    )
+    return Stream(x_TD, squares_TP, None if next_site is None else Adapted(next_site, h_PGAR))

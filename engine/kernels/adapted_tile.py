@@ -1,0 +1,94 @@
+"""What kernels with adapters in them have in common.
+
+Owns how such a kernel finds the adapter of its tile of rows, takes a first product whose sums lie in planes,
+and the factor of a norm whose squares do. Ignores what the kernels compute.
+
+A norm before an adapted product is left out of the product's inputs: they are the residual stream times the
+norm's weights alone. Whoever reads the product, or the adapters' first product of the same inputs,
+multiplies by a row's factor. So the kernel that adds to the residual stream need not see whole rows.
+
+Shapes: M rows of a tile, P planes, G parts, A sorted rows, R ranks, T tokens.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lora.device_pool import DevicePool
+from lora.segments import Tiles
+
+MAX_RANK = 64
+"""Of adapters whose factors fit a program beside all else it holds."""
+MAX_PLANES = 32
+
+
+def tables(pool: DevicePool, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    """What every such kernel is given to find factors and rows by."""
+    return pool.values_U, pool.offsets_SX2, pool.ranks_SX4, pool.scales_SX3, tiles.rows_T, tiles.tiles_N3
+
+
+@triton.jit
+def tile_rows(rows_ptr, tiles_ptr, tile, BM: tl.constexpr):
+    """Slot, number of rows, entries of the order by slot, which of them are the tile's [M, 1], and the rows."""
+    slot = tl.load(tiles_ptr + tile * 3)
+    start = tl.load(tiles_ptr + tile * 3 + 1)
+    count = tl.load(tiles_ptr + tile * 3 + 2)
+    m = tl.arange(0, BM)
+    row_M = tl.load(rows_ptr + start + m, mask=m < count, other=0).to(tl.int64)
+    return slot, count, start + m, (m < count)[:, None], row_M
+
+
+@triton.jit
+def factor_rows(values_ptr, offset, first, n, real_N, rank, R: tl.constexpr, MIXED: tl.constexpr):
+    """Rows `first` + n of a second factor, [N, R], zeros beyond a smaller rank."""
+    r = tl.arange(0, R)
+    stride = rank if MIXED else R
+    at_NR = (first + n).to(tl.int64)[:, None] * stride + r[None, :]
+    real_NR = real_N[:, None] & (r < rank)[None, :] if MIXED else real_N[:, None]
+    return tl.load(values_ptr + offset + at_NR, mask=real_NR, other=0.0)
+
+
+@triton.jit
+def factor_columns(
+    values_ptr, offset, part, n, real_N, rank, K: tl.constexpr, R: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Columns n of a part's first factor, [R, N], zeros beyond a smaller rank."""
+    r = tl.arange(0, R)
+    stride = rank if MIXED else R
+    at_RN = (part * stride + r).to(tl.int64)[:, None] * K + n[None, :]
+    real_RN = (r < rank)[:, None] & real_N[None, :] if MIXED else real_N[None, :]
+    return tl.load(values_ptr + offset + at_RN, mask=real_RN, other=0.0)
+
+
+@triton.jit
+def summed(
+    h_ptr, part, entry_M, real_M1, h_rows, PLANES: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A first product [M, R], its planes added up in order."""
+    r = tl.arange(0, R)
+    h_MR_ptr = h_ptr + (part * h_rows + entry_M)[:, None] * R + r[None, :]
+    h_MR = tl.load(h_MR_ptr, mask=real_M1, other=0.0)
+    for plane in tl.static_range(1, PLANES):
+        h_MR += tl.load(h_MR_ptr + plane * PARTS * h_rows * R, mask=real_M1, other=0.0)
+    return h_MR
+
+
+@triton.jit
+def norm_factor(squares_ptr, row_M, real_M1, eps, D: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr):
+    """The factor [M, 1] of a norm over D values whose squares are summed in `squares_ptr` [T, P]."""
+    plane = tl.arange(0, WIDE)
+    squares_MP = tl.load(
+        squares_ptr + row_M[:, None] * PLANES + plane[None, :], mask=real_M1 & (plane < PLANES)[None, :], other=0.0
+    )
+    return tl.rsqrt(tl.sum(squares_MP, 1) * (1.0 / D) + eps)[:, None]
+
+
+@triton.jit
+def with_ones(h_MR, ranks_ptr, entry, part, R: tl.constexpr):
+    """A bias is a column of the second factor whose input is always one."""
+    one = tl.load(ranks_ptr + entry * 4 + 1 + part)
+    return tl.where((tl.arange(0, R) == one)[None, :], 1.0, h_MR)

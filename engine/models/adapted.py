@@ -1,0 +1,106 @@
+"""A decoder's layers for rows with adapters, in few launches.
+
+Owns the order of launches where the adapters' products ride along with what lies between the model's own: one
+launch more a layer than without adapters. Ignores the model's products and attention, which are given, and
+steps whose adapters do not fit those kernels (`engine.models.fused` adds to each product there).
+
+Shapes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.kernels.adapted_gate import adapted_gate
+from engine.kernels.adapted_rope import Rotation, adapted_rope
+from engine.kernels.adapted_sum import Adapted, Stream, adapted_sum
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.rope_kv_write import QKNorm, QKVShape
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import DecoderLayer, DenseDecoderLM
+from lora.kernel_step import KernelStep
+
+SPLIT_INPUTS, MAX_SPLITS = 256, 16
+"""How the inputs of the one first product that is a launch of its own are cut: wide enough for few rows."""
+
+
+class Product(Protocol):
+    def __call__(
+        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = ..., /
+    ) -> torch.Tensor: ...
+
+
+class AdaptedLayers:
+    def __init__(
+        self,
+        model: DenseDecoderLM,
+        layers: list[DecoderLayer],
+        kv_pool: KVPool,
+        shape: QKVShape,
+        norms: list[QKNorm | None],
+        product: Product,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._pool = kv_pool
+        self._shape = shape
+        self._norms = norms
+        self._product = product
+        self._eps = model.spec.rms_eps
+
+    def hidden(
+        self,
+        step: KernelStep,
+        residual_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        write_slots_T: torch.Tensor,
+        attend: Callable[[torch.Tensor, int], torch.Tensor],
+        capture: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states, normed, from embeddings, which are overwritten."""
+        rotary = self._model.rotary
+        first = self._layers[0]
+        stream = adapted_sum(step, None, None, residual_TD, first.input_layernorm.weight, first.self_attn.qkv_proj.site)
+        for index, layer in enumerate(self._layers):
+            rotation = Rotation(rotary.cos_CE, rotary.sin_CE, positions_T, write_slots_T, self._pool.tokens(index))
+            q_TNH = self._queries(step, layer, stream, self._norms[index], rotation)
+            out_TE = attend(q_TNH, index).reshape(len(residual_TD), -1)
+            stream = self._after_attention(step, layer, out_TE, residual_TD)
+            y_TD, down = self._block(step, layer, stream)
+            following = self._layers[index + 1] if index + 1 < len(self._layers) else None
+            norm = self._model.model.norm if following is None else following.input_layernorm
+            site = None if following is None else following.self_attn.qkv_proj.site
+            stream = adapted_sum(step, y_TD, down, residual_TD, norm.weight, site)
+            if capture is not None and index in capture:
+                capture[index] = residual_TD.clone()
+        return rms_norm(residual_TD, self._model.model.norm.weight, self._eps)
+
+    def _queries(
+        self, step: KernelStep, layer: DecoderLayer, stream: Stream, norm: QKNorm | None, rotation: Rotation
+    ) -> torch.Tensor:
+        qkv = layer.self_attn.qkv_proj
+        qkv_TE = self._product(stream.x_TD, qkv.weight)
+        assert stream.adapted is not None
+        scale = stream.squares_TP, stream.x_TD.shape[1], self._eps
+        return adapted_rope(step, stream.adapted, qkv_TE, qkv.bias, *scale, self._shape, norm, rotation)
+
+    def _after_attention(
+        self, step: KernelStep, layer: DecoderLayer, out_TE: torch.Tensor, residual_TD: torch.Tensor
+    ) -> Stream:
+        output = layer.self_attn.o_proj
+        splits = max(1, min(MAX_SPLITS, out_TE.shape[1] // SPLIT_INPUTS))
+        adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits))
+        y_TD = self._product(out_TE, output.weight, output.bias)
+        weight_D, site = layer.post_attention_layernorm.weight, layer.mlp.gate_up_proj.site
+        return adapted_sum(step, y_TD, adapted, residual_TD, weight_D, site)
+
+    def _block(self, step: KernelStep, layer: DecoderLayer, stream: Stream) -> tuple[torch.Tensor, Adapted | None]:
+        gates, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
+        gate_up_T2I = self._product(stream.x_TD, gates.weight)
+        assert stream.adapted is not None
+        scale = stream.squares_TP, stream.x_TD.shape[1], self._eps
+        inner_TI, adapted = adapted_gate(step, stream.adapted, gate_up_T2I, *scale, next_site=down.site)
+        return self._product(inner_TI, down.weight, down.bias), adapted

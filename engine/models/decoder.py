@@ -22,7 +22,7 @@ from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
 from engine.memory.kv_pool import KVPool
 from engine.models.adapter_sites import dense_geometry
-from engine.models.shape import Activation, ModelSpec, RopeSpec
+from engine.models.shape import Activation, ModelSpec
 from engine.parallel import TensorParallel
 from engine.weights.mapping import WeightMap
 from lora.geometry import Geometry
@@ -162,8 +162,8 @@ class Decoder(nn.Module):
 class DenseDecoderLM(nn.Module):
     """A causal language model with uninitialised parameters, ready to be loaded.
 
-    `weight_map` names every checkpoint tensor it takes. `rotary` is the model's rope; layers that have
-    their own find theirs in `rotaries`.
+    `weight_map` names every checkpoint tensor it takes. `rotary` is that of the model's rope; layers
+    may have their own.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class DenseDecoderLM(nn.Module):
         self.parallel = parallel
         self.weight_map = weight_map
         ropes = [layer.rope or spec.rope for layer in spec.layers]
-        kinds = dict.fromkeys([spec.rope, *ropes])
-        self.rotaries = {kind: Rotary(kind, spec.head_dim, spec.context_len, dtype, device) for kind in kinds}
-        self.rotary = self.rotaries[spec.rope]
-        self._ropes: list[RopeSpec] = ropes
+        kinds = list(dict.fromkeys([spec.rope, *ropes]))
+        self._rotaries = [Rotary(kind, spec.head_dim, spec.context_len, dtype, device) for kind in kinds]
+        self._rope_of = [kinds.index(rope) for rope in ropes]
+        self.rotary = self._rotaries[0]
         scale = spec.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype, device=device)
         self.model = Decoder(spec, dtype, device, parallel)
@@ -212,10 +212,9 @@ class DenseDecoderLM(nn.Module):
             adapters.add_embedding_(0, batch.input_ids_T, x_TD)
         if self._embed_scale is not None:
             x_TD *= self._embed_scale
-        angles = {rope: rotary.at(batch.positions_T) for rope, rotary in self.rotaries.items()}
-        for index, layer in enumerate(self.model.layers):
-            rope = self._ropes[index]
-            x_TD = layer(x_TD, self.rotaries[rope], *angles[rope], backend, adapters)
+        angles = [rotary.at(batch.positions_T) for rotary in self._rotaries]
+        for index, (layer, rope) in enumerate(zip(self.model.layers, self._rope_of, strict=True)):
+            x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters)
             if capture is not None and index in capture:
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)

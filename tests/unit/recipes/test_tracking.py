@@ -55,6 +55,21 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def read_run(data: bytes, messages) -> tuple[list[tuple[str, int]], dict[str, str], set[str]]:
+    """Steps by axis, each metric's axis, and the run's groups, of a W&B file that may still grow."""
+    stored, axes, groups = [], {}, set()
+    for encoded in wandb_records(data):
+        record = messages.Record.FromString(encoded)
+        if record.HasField("history"):
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            stored += [(axis, items[f"{axis}_step"]) for axis in ("train", "rollout") if f"{axis}/value" in items]
+        elif record.HasField("metric") and record.metric.step_metric:
+            axes[record.metric.name] = record.metric.step_metric
+        elif record.HasField("run") and record.run.run_group:
+            groups.add(record.run.run_group)
+    return stored, axes, groups
+
+
 def lines(tracker: Tracker) -> list[dict]:
     return [json.loads(line) for line in tracker.path.read_text().splitlines()]
 
@@ -132,7 +147,7 @@ def test_case_l2_wandb_keeps_every_record_under_its_own_axis(tmp_path: Path) -> 
     wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    config = TrackingConfig(close_timeout_s=150)
+    config = TrackingConfig(close_timeout_s=150, group="family")
     sink = WandbSink(tmp_path, "abcd1234", config, {"lr": 1})
     tracker = Tracker(tmp_path, [sink], config)
     sent = [("train", 10), ("rollout", 3), ("train", 11), ("rollout", 4), ("train", 10)]
@@ -141,13 +156,12 @@ def test_case_l2_wandb_keeps_every_record_under_its_own_axis(tmp_path: Path) -> 
     tracker.close()
     assert tracker.lost == 0 and wandb.run is None
     (file,) = tmp_path.glob("wandb/offline-run-*/run-abcd1234.wandb")
-    stored, axes = [], {}
-    for data in wandb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.HasField("history"):
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            stored += [(axis, items[f"{axis}_step"]) for axis in ("train", "rollout") if f"{axis}/value" in items]
-        elif record.HasField("metric") and record.metric.step_metric:
-            axes[record.metric.name] = record.metric.step_metric
+    # W&B's own process may write the last of it a moment after the run has finished.
+    deadline = time.monotonic() + 30
+    stored, axes, groups = read_run(file.read_bytes(), wandb_internal_pb2)
+    while len(stored) < len(sent) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        stored, axes, groups = read_run(file.read_bytes(), wandb_internal_pb2)
     assert stored == sent
     assert axes["train/value"] == "train_step" and axes["rollout/value"] == "rollout_step"
+    assert groups == {"family"}

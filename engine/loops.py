@@ -7,6 +7,8 @@ a GPU's work is captured. Ignores what a step is (`engine.scheduler`) and how pa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.build import Parts
 from engine.config import number
 from engine.memory.device_table import DeviceTable
@@ -16,8 +18,10 @@ from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.loop import SerialLoop
 from engine.scheduler.overlapped import OverlappedLoop
-from engine.scheduler.rounds import DeviceRounds
 from engine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from engine.scheduler.rounds import DeviceRounds
 
 
 def make_loop(parts: Parts, scheduler: Scheduler, committer: Committer) -> SerialLoop | OverlappedLoop:
@@ -77,6 +81,7 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> Devic
         return None
     from engine.runner.round_parts import round_parts
     from engine.runner.round_stepper import RoundStepper
+    from engine.scheduler.rounds import DeviceRounds
 
     shared = round_parts(parts, speculation, runner)
     if shared is None:

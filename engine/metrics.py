@@ -18,6 +18,8 @@ class EngineCounters:
     `computed_tokens` went through the model in prefill, `decode_rows` in decode steps.
     Of steps that run as captured graphs, `graph_rows` over `graph_padded_rows` is the share of rows
     that are not padding; `graph_eager_steps` ran launch by launch because their capture failed.
+    `device_rounds` of speculation were launched ahead by the overlapped loop; in `serial_rounds` it left the
+    step to the serial loop, as some row asked for what rounds on the device do not serve.
     """
 
     steps: int = 0
@@ -45,6 +47,8 @@ class EngineCounters:
     graph_rows: int = 0
     graph_padded_rows: int = 0
     graph_eager_steps: int = 0
+    device_rounds: int = 0
+    serial_rounds: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,3 +67,4 @@ class EngineGauges:
     weights_bytes: int
     kv_bytes: int
     graphs_bytes: int
+    adapters_bytes: int

@@ -35,7 +35,7 @@ class BlockDrafter:
         spec = model.spec
         self.model = model
         self.pool = pool
-        self._ends = ends
+        self.ends = ends
         self._backend = backend
         self.traits = DrafterTraits(
             name="block",
@@ -69,8 +69,8 @@ class BlockDrafter:
     @torch.no_grad()
     def propose(self, rows: DraftRows) -> Proposal:
         self._backend.plan(self._batch(rows), self.pool)
-        hidden_BGD = self.model.hidden(rows.anchor_ids_B, rows.positions_B, self._ends, self._backend.run)
-        ids_BG, logits_BGV, confidence_BG = self.model.draw(hidden_BGD, rows.anchor_ids_B, self._ends, rows.pick)
+        hidden_BGD = self.model.hidden(rows.anchor_ids_B, rows.positions_B, self.ends, self._backend.run)
+        ids_BG, logits_BGV, confidence_BG = self.model.draw(hidden_BGD, rows.anchor_ids_B, self.ends, rows.pick)
         return Proposal(ids_BG, [ids_BG.shape[1]] * len(ids_BG), logits_BGV, confidence_BG)
 
     def _batch(self, rows: DraftRows) -> ForwardBatch:

@@ -86,13 +86,15 @@ class DraftRows:
 class Proposal:
     """`ids_BG` int64, of which the first `lens[b]` are drafts. Without probabilities `logits_BGV` is
     None; else it holds the very logits that `pick` drew from. `confidence_BG` are uncalibrated
-    logits of "accepted, given that those before were", None where the drafter has none.
+    logits of "accepted, given that those before were", None where the drafter has none. `log_q_BG` float32 is
+    given instead of logits by who knows only the drafts' own.
     """
 
     ids_BG: torch.Tensor
     lens: list[int]
     logits_BGV: torch.Tensor | None = None
     confidence_BG: torch.Tensor | None = None
+    log_q_BG: np.ndarray | None = None
 
 
 class Drafter(Protocol):

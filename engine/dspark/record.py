@@ -154,7 +154,9 @@ class Record:
             if self._config.mode == "compact" and not _plain_temperature(sample.row):
                 return
             log_q = [0.0] * len(ids_G)
-            if proposal.logits_BGV is not None:
+            if proposal.log_q_BG is not None:
+                log_q = proposal.log_q_BG[row, : len(ids_G)].tolist()
+            elif proposal.logits_BGV is not None:
                 scaled_GV = proposal.logits_BGV[row, : len(ids_G)].float() / sample.row.temperature
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
         tokens = sample.ids[step.known[row] :]

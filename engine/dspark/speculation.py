@@ -179,7 +179,7 @@ class Speculation:
                 most[b] = 0 if room < traits.block else min(most[b], room - 1)
         return most
 
-    def _least(self, samples: list[Sample], most: Sequence[int]) -> np.ndarray:
+    def least(self, samples: list[Sample], most: Sequence[int]) -> np.ndarray:
         """Drafts of each row that come before all others, int64 [B]."""
         asked = [sample.group.request.draft_window for sample in samples]
         least = [max(self.config.least, 0 if window is None else window.least) for window in asked]
@@ -197,7 +197,7 @@ class Speculation:
                     for sample, key in zip(samples, keys, strict=True)
                 ]
             )[:, : self.max_drafts],
-            least_B=self._least(samples, most),
+            least_B=self.least(samples, most),
             most_B=np.array(most),
             context_B=context_B,
             tokens_read=_distinct_tokens(samples),
@@ -240,7 +240,7 @@ class Speculation:
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
             self._lagged.note(self._step, [_key(sample) for sample in samples], step.survival_BG)
-        most_B, least_B = torch.tensor(most), torch.from_numpy(self._least(samples, most))
+        most_B, least_B = torch.tensor(most), torch.from_numpy(self.least(samples, most))
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
         lens = spend(survival_BG, least_B, most_B, step.plan.budget).tolist()
         rest = [0] * (len(step.samples) - members)
@@ -327,6 +327,10 @@ class Speculation:
             # Plain steps run as bursts here, and their times are those of bursts.
             seconds = None
         self.record.observe(step, seconds)
+
+    def plan_for(self, tiers: Sequence[int]) -> None:
+        """Rounds run as graphs of these numbers of verify rows."""
+        self._planner = Planner(self.cost, tiers, probe_every=self.config.probe_every)
 
     def learn(self, step: DraftStep, seconds: float | None) -> None:
         """A round that the device decided on by itself, as `finish`: its confidences are news too."""

@@ -27,8 +27,9 @@ from engine.kernels.round_rows import VerifyRows
 from engine.kernels.sample_columns import SampleOut
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
 
-HEAD = 4
-"""Fields of a record before its parts of G: window (-1: idle), drafts verified, accepted, tokens emitted."""
+HEAD = 5
+"""Fields of a record before its parts of G: window (-1: idle), drafts verified, kept at most, accepted, and tokens
+emitted."""
 PARTS = 5
 """Drafts as int32; bits of float32 confidence, survival, chance of acceptance (NaN: unknown) and log q."""
 
@@ -62,7 +63,7 @@ class Judged:
 def commit_rounds_reference(
     table: DeviceTable, rows: VerifyRows, drafted: Drafted, drawn: SampleOut, judged: Judged | None = None
 ) -> torch.Tensor:
-    """The first fields of each row's record, int32 [B, 4], after taking tokens in; the host steers."""
+    """The first fields of each row's record, int32 [B, 5], after taking tokens in; the host steers."""
     count = len(rows.starts_B1) - 1
     record_BF = torch.zeros(count, HEAD, dtype=torch.int32)
     for b in range(count):
@@ -90,7 +91,7 @@ def commit_rounds_reference(
             emitted += 1
             if table.finished_S[slot] != RUNNING:
                 break
-        record_BF[b, 1:] = torch.tensor([size - 1, whole, emitted])
+        record_BF[b, 1:] = torch.tensor([size - 1, int(drafted.keep_B[b]), whole, emitted])
     return record_BF
 
 
@@ -187,8 +188,9 @@ def _commit_kernel(
         tl.store(finished_ptr + slot, finished)
     tl.store(record_ptr, tl.load(window_ptr + row))
     tl.store(record_ptr + 1, tl.maximum(size - 1, 0))
-    tl.store(record_ptr + 2, tl.where(size > 0, whole, 0))
-    tl.store(record_ptr + 3, emitted)
+    tl.store(record_ptr + 2, tl.where(size > 0, tl.load(keep_ptr + row).to(tl.int32), 0))
+    tl.store(record_ptr + 3, tl.where(size > 0, whole, 0))
+    tl.store(record_ptr + 4, emitted)
 
 
 def commit_rounds(

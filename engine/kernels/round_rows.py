@@ -93,8 +93,8 @@ def windows_reference(
 ) -> torch.Tensor:
     """int32 [B]: the most drafts a row may verify now, -1 where it is idle."""
     slots = slots_B.clamp(min=0).long()
-    running = (slots_B >= 0) & (table.finished_S[slots] == 0)
     anchor = table.computed_S[slots]
+    running = (slots_B >= 0) & (table.finished_S[slots] == 0) & (anchor < room_B)
     left = (table.max_new_S[slots] - table.new_S[slots] - 1).long()
     window = torch.minimum(most_B.long(), left)
     window = torch.minimum(window, torch.minimum(room_B.long() - 1, torch.tensor(limits.context_len - 2)) - anchor)
@@ -115,10 +115,11 @@ def _open_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     real = slot >= 0
     slot = tl.maximum(slot, 0)
-    running = real & (tl.load(finished_ptr + slot) == 0)
     anchor = tl.load(computed_ptr + slot)
     token = tl.load(last_token_ptr + slot)
     room = tl.load(room_ptr + row)
+    # A row without a page for its newest token waits until it has one.
+    running = real & (tl.load(finished_ptr + slot) == 0) & (anchor < room)
     left = tl.load(max_new_ptr + slot) - tl.load(new_ptr + slot) - 1
     at = anchor.to(tl.int32)
     window = tl.minimum(tl.load(most_ptr + row).to(tl.int32), left)

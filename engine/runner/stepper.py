@@ -125,7 +125,7 @@ class HostCopy:
             rows_R = torch.tensor(rows, dtype=torch.int64, device=slots_B.device)
             parts["top_ids"] = columns.top_ids_RWK.index_select(0, rows_R)
             parts["top_logprobs"] = columns.top_logprobs_RWK.index_select(0, rows_R)
-        self._parts = {name: _to_host(part) for name, part in parts.items()}
+        self._parts = {name: to_host(part) for name, part in parts.items()}
         self._event = torch.cuda.Event() if table.device.type == "cuda" else None
         if self._event is not None:
             self._event.record()
@@ -136,7 +136,7 @@ class HostCopy:
         return HostResult({name: part.numpy() for name, part in self._parts.items()}, self._top_rows)
 
 
-def _to_host(part: torch.Tensor) -> torch.Tensor:
+def to_host(part: torch.Tensor) -> torch.Tensor:
     """Under way to pinned memory where it comes from a GPU."""
     if part.device.type != "cuda":
         return part

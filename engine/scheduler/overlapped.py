@@ -16,19 +16,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from engine.dspark.alternation import Alternation
 from engine.dspark.speculation import Speculation
 from engine.memory.device_table import BAD, DeviceTable
 from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
-from engine.runner.round_stepper import RoundResult
 from engine.runner.stepper import BurstResult, Stepper
 from engine.scheduler.commit import Committer
 from engine.scheduler.handover import has_host_stops, row_state
 from engine.scheduler.loop import SerialLoop
-from engine.scheduler.rounds import DeviceRounds, Planned
 from engine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from engine.runner.round_stepper import RoundResult
+    from engine.scheduler.rounds import DeviceRounds, Planned
 
 
 @dataclass(slots=True)
@@ -204,12 +207,10 @@ class OverlappedLoop:
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
         if burst.planned is not None and self._rounds is not None:
-            assert isinstance(burst.result, RoundResult)
-            outcome = burst.result.wait()
+            outcome = cast("RoundResult", burst.result).wait()
             self._rounds.commit(burst.planned, outcome, self._seconds(burst.steps))
             return
-        assert not isinstance(burst.result, RoundResult)
-        columns, tokens = burst.result.wait(), [0] * len(burst.samples)
+        columns, tokens = cast(BurstResult, burst.result).wait(), [0] * len(burst.samples)
         for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
             if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
                 continue

@@ -103,8 +103,8 @@ def test_tokens_are_taken_up_to_what_ends_a_row():
         for name in ("last_token_S", "computed_S", "new_S", "finished_S", "ring_ids_SW", "ring_logprobs_SW"):
             assert torch.equal(getattr(table, name), getattr(other, name)), name
         assert torch.equal(table.columns.values_CSW, other.columns.values_CSW)
-        assert record[0, 1:HEAD].tolist() == [4, 4, 3] and table.finished_S[4] == 1
-        assert record[5, 3] == 1 and table.finished_S[1] == 2 and record[2, 3] == 1
+        assert record[0, 1:HEAD].tolist() == [4, 4, 4, 3] and table.finished_S[4] == 1
+        assert record[5, 4] == 1 and table.finished_S[1] == 2 and record[2, 4] == 1
         parts = record[:, HEAD:].view(ROWS, -1, DRAFTS)
         assert torch.equal(parts[:, 0].long(), drafts) and torch.equal(parts[:, 4].view(torch.float32), log_q)
         chances = parts[:, 3].contiguous().view(torch.float32)

@@ -1,0 +1,140 @@
+"""Rounds of speculation from fused kernels, as replays of captured CUDA graphs.
+
+Owns the tiers of rows and of verify rows, capture on first use, and the host's part of a burst of rounds:
+one message and the page tables in, replays, records out. Ignores what rounds are worth and what becomes of
+their tokens. A round is one replay (`engine.runner.round_launches`), and how many drafts each row
+verifies is decided within it, so that the host launches the next round while this one runs.
+
+Shapes: B rows of a tier, P page-table columns, G drafts, F fields of a record.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.kernels.sample_columns import SampleWorkspace
+from engine.memory.device_table import DeviceTable
+from engine.memory.request_table import RequestTable
+from engine.memory.transfer import staged
+from engine.metrics import EngineCounters
+from engine.request import Sample
+from engine.runner.graph_pool import GraphPool
+from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts
+from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_rows, tiers_of_verify_rows
+from engine.runner.stepper import HostCopy, HostResult, to_host
+
+
+@dataclass(slots=True)
+class CapturedRound:
+    """A graph knows addresses only: what it touches lives as long as it does, in `launches`."""
+
+    replay: Callable[[], None]
+    graphed: bool
+    launches: RoundLaunches
+
+
+class RoundResult:
+    """A burst's results on their way to the host: those of a burst of steps, and each round's records."""
+
+    def __init__(self, rows: HostCopy, records: list[torch.Tensor]) -> None:
+        self._rows, self._records = rows, records
+
+    def wait(self) -> tuple[HostResult, list[np.ndarray]]:
+        """Tokens, and int32 [B, F] of every round."""
+        result = self._rows.wait()
+        return result, [record.numpy() for record in self._records]
+
+
+class RoundStepper:
+    def __init__(
+        self,
+        parts: RoundParts,
+        table: DeviceTable,
+        requests: RequestTable,
+        max_rows: int,
+        counters: EngineCounters,
+    ) -> None:
+        device = parts.pool.device
+        self._parts = parts
+        self._table = table
+        self._requests = requests
+        self._counters = counters
+        self._row_tiers = tiers_of_rows(max_rows)
+        self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts)
+        self._captured: dict[tuple[int, int, RoundModes], CapturedRound] = {}
+        self._inputs: dict[int, RoundInputs] = {}
+        self._moves = 0
+        self._graphs = GraphPool(device, counters)
+        self._workspace: SampleWorkspace | None = None
+
+    def tier(self, verify: int) -> int:
+        """Verify rows of the graph that holds these."""
+        return self.verify_tiers[bisect.bisect_left(self.verify_tiers, verify)]
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.num_bytes
+
+    def forget(self) -> None:
+        """Drop all graphs and give their memory up. They are captured anew when needed."""
+        self._captured.clear()
+        self._inputs.clear()
+        self._workspace = None
+        self._graphs.forget()
+
+    def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
+        """Enqueue the plan's rounds. Pages are reserved."""
+        captured, tier = self._ready(plan)
+        inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
+        inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
+        inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
+        records = []
+        for _ in range(plan.rounds):
+            captured.replay()
+            records.append(to_host(captured.launches.record_BF[:rows]))
+        self._counters.graph_rows += rows * plan.rounds
+        self._counters.graph_padded_rows += tier * plan.rounds
+        self._counters.graph_eager_steps += 0 if captured.graphed else plan.rounds
+        return RoundResult(HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step), records)
+
+    def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, int]:
+        tier = self._row_tiers[bisect.bisect_left(self._row_tiers, plan.rows)]
+        verify = self.tier(plan.verify)
+        self._drop_moved()
+        key = (tier, verify, plan.modes)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(*key)
+        return captured, tier
+
+    def _drop_moved(self) -> None:
+        """Forget the rounds that know buffers of edits or columns which have grown since."""
+        table = self._table
+        moves = table.columns.generation + (0 if table.edits is None else table.edits.generation)
+        if moves == self._moves:
+            return
+        self._moves = moves
+        if self._graphs.exists:
+            torch.cuda.synchronize(self._table.device)
+        for key in [key for key in self._captured if key[2].step.extra]:
+            del self._captured[key]
+
+    def _capture(self, tier: int, verify: int, modes: RoundModes) -> CapturedRound:
+        if self._workspace is None:
+            # The largest tier's: those of others lie inside it.
+            most = max(self.verify_tiers[-1], self._row_tiers[-1])
+            self._workspace = SampleWorkspace.empty(most, self._parts.vocab_size, self._table.device)
+        inputs = self._inputs.get(tier)
+        if inputs is None:
+            columns = self._requests.pages_SP.shape[1]
+            inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, self._table.device)
+        inputs.message[:tier] = -1
+        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._workspace)
+        replay = self._graphs.record(launches, f"rounds of {tier} rows and {verify} verify rows")
+        self._counters.graph_captures += 1
+        return CapturedRound(replay or launches, replay is not None, launches)

@@ -1,0 +1,227 @@
+"""Rounds of speculation beside bursts of plain steps in the overlapped loop.
+
+Owns the host's two ends of rounds that the device runs by itself: what is sent when they are launched,
+and how their records become tokens of samples and lessons for the planner. Ignores how rounds run
+(`engine.runner.round_stepper`) and the order of work (`engine.scheduler.overlapped`).
+
+When rounds are launched others may be in flight, so that nothing is known of a row but bounds: it stands
+at least where it was committed last, and a round takes it at most a window further. The device clamps.
+
+Shapes: B rows, G drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.dspark.acceptance import Verdict
+from engine.dspark.drafter import Proposal
+from engine.dspark.speculation import DraftStep, Speculation
+from engine.kernels.round_commit import HEAD
+from engine.memory.device_table import BAD
+from engine.metrics import EngineCounters
+from engine.request import Sample, SampleState
+from engine.runner.round_plan import RoundModes, RoundPlan
+from engine.runner.round_stepper import RoundResult, RoundStepper
+from engine.runner.stepper import HostResult, StepModes
+from engine.sampling.sampler import SampleResult
+from engine.scheduler.commit import Committer
+from engine.scheduler.handover import has_host_stops
+from engine.scheduler.pages import PageManager
+
+_NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
+"""Tokens of a verdict are with their samples before anybody reads it."""
+
+
+@dataclass(slots=True)
+class Planned:
+    """A round that was decided on, `most[b]` drafts a row at most, and the drafts where the host made them."""
+
+    step: DraftStep
+    most: list[int]
+    proposal: Proposal | None
+
+
+class DeviceRounds:
+    """`burst` bounds the tokens that rounds launched at once may yield a row, unless one round yields more."""
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        stepper: RoundStepper,
+        pages: PageManager,
+        committer: Committer,
+        counters: EngineCounters,
+        context_len: int,
+        burst: int,
+    ) -> None:
+        self._speculation = speculation
+        self._stepper = stepper
+        self._pages = pages
+        self._committer = committer
+        self._counters = counters
+        self._context_len = context_len
+        self.window = 1 + speculation.max_drafts
+        """Tokens that a round yields a row at most."""
+        self._at_once = max(1, burst // self.window)
+
+    @property
+    def follows_host(self) -> bool:
+        """Whether drafts come from the host, which must know all tokens for that."""
+        return self._speculation.drafter.traits.foreseen
+
+    def serves(self, samples: Sequence[Sample]) -> bool:
+        """Whether rounds of these samples can run on the device: not with penalties, which differ along the
+        drafts, nor with alternatives or adapters. Others are the serial loop's."""
+        for sample in samples:
+            row = sample.row
+            if row.penalises or row.want.top_logprobs or sample.group.lease is not None:
+                return False
+        return True
+
+    def plan(self, samples: list[Sample]) -> Planned | None:
+        """Rounds of these samples, None where plain steps are expected to pay more."""
+        step, most, proposal = self._speculation.foresee(samples)
+        return Planned(step, most, proposal) if step.plan.drafting else None
+
+    def rounds(self, planned: Planned, most: int) -> int:
+        """How many to launch at once, of the `most` steps that would be."""
+        longest = max(sample.remaining for sample in planned.step.samples)
+        return 1 if self.follows_host else max(1, min(most, self._at_once, longest))
+
+    def reserve(self, samples: Sequence[Sample], ahead: Sequence[int]) -> None:
+        """Pages for `ahead` tokens of each sample and its drafter's block behind them, as far as there are
+        any: without them a row drafts less."""
+        block = max(1, self._speculation.drafter.traits.block)
+        for sample, count in zip(samples, ahead, strict=True):
+            assert sample.sequence is not None
+            end = min(sample.length + count, len(sample.group.prompt) + sample.row.params.max_new)
+            self._pages.reserve(sample.sequence, min(end + block, self._context_len))
+
+    def launch(self, planned: Planned, rounds: int) -> RoundResult:
+        """Enqueue them. Pages are reserved, and the device has the rows' state."""
+        step, config = planned.step, self._speculation.config
+        slots = [_slot(sample) for sample in step.samples]
+        table = self._pages.table
+        held = table.num_pages_S[slots]
+        prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
+        drafts_BG = None
+        if planned.proposal is not None:
+            drafts_BG = np.zeros((len(slots), self.window - 1), dtype=np.int64)
+            ids_BG = planned.proposal.ids_BG.cpu().numpy()
+            drafts_BG[: len(ids_BG)] = ids_BG[:, : self.window - 1]
+        tier = step.plan.tier if config.mode == "compact" else len(slots) + sum(planned.most)
+        plan = RoundPlan(
+            slots=slots,
+            rounds=rounds,
+            verify=tier,
+            budget=step.plan.budget,
+            most=planned.most,
+            least=self._speculation.least(step.samples, planned.most).tolist(),
+            room=(held * self._pages.page_size).tolist(),
+            modes=RoundModes(StepModes.of(step.samples), config.rule, config.mode),
+            page_tables_BP=table.pages_SP[slots, : int(held.max())],
+            survival_BG=prior_BG[:, : self.window - 1],
+            drafts_BG=drafts_BG,
+        )
+        self._counters.device_rounds += rounds
+        return self._stepper.run(plan, step.samples)
+
+    def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
+        """Give samples what rounds brought, `seconds` each where that is known."""
+        host, records = result
+        for record_BF in records:
+            self._counters.decode_rows += self._commit_round(planned, host, record_BF, seconds)
+        for b, (sample, key) in enumerate(zip(planned.step.samples, planned.step.keys, strict=True)):
+            same = sample.sequence is not None and sample.sequence.key == key
+            if same and host.finished[b] == BAD and len(sample.ids) == int(host.new[b]):
+                self._committer.fail_bad_logits(sample)
+
+    def _commit_round(self, planned: Planned, host: HostResult, record_BF: np.ndarray, seconds: float | None) -> int:
+        members = self._members(planned.step, record_BF)
+        if not members:
+            return 0
+        step = self._step(planned, members, record_BF)
+        tokens = 0
+        for b in members:
+            sample, (_, verified, keep, accepted, emitted) = planned.step.samples[b], record_BF[b, :HEAD].tolist()
+            known = len(sample.ids)
+            if emitted:
+                ids, columns = host.tokens(b, known, known + emitted, sample.row.want)
+                tokens += emitted
+                self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
+            use = sample.draft_use
+            use.steps += verified > 0
+            use.verified += verified
+            use.accepted += min(accepted, keep, len(sample.ids) - known)
+        self._speculation.learn(step, seconds)
+        return tokens
+
+    def _members(self, step: DraftStep, record_BF: np.ndarray) -> list[int]:
+        """Rows that took part and are still what they were, those that drafted first."""
+        members = []
+        for b, (sample, key) in enumerate(zip(step.samples, step.keys, strict=True)):
+            same = sample.sequence is not None and sample.sequence.key == key
+            if same and sample.state is SampleState.RUNNING and record_BF[b, 0] >= 0:
+                members.append(b)
+        return sorted(members, key=lambda b: record_BF[b, 0] == 0)
+
+    def _step(self, planned: Planned, members: list[int], record_BF: np.ndarray) -> DraftStep:
+        """What the device did, told as the serial loop tells it."""
+        foreseen, drafts = planned.step, self.window - 1
+        missing = self._speculation.drafter.traits.max_drafts - drafts
+        samples = [foreseen.samples[b] for b in members]
+        window_M, verified_M, keep_M, accepted_M, _ = record_BF[members, :HEAD].T
+        parts_MPG = record_BF[members, HEAD:].reshape(len(members), -1, drafts)
+        ids_MG = parts_MPG[:, 0].astype(np.int64)
+        values_MPG = np.pad(parts_MPG[:, 1:].copy().view(np.float32), ((0, 0), (0, 0), (0, missing)))
+        drafted = int((window_M > 0).sum())
+        confidence_MG = None
+        if self._speculation.drafter.traits.has_confidence:
+            confidence_MG = torch.from_numpy(values_MPG[:drafted, 0])
+        made = window_M.tolist() if self.follows_host else [drafts] * drafted
+        proposal = Proposal(torch.from_numpy(ids_MG[:drafted]), made[:drafted], None, confidence_MG)
+        if self._speculation.drafter.traits.has_probabilities:
+            proposal.log_q_BG = values_MPG[:drafted, 3, :drafts]
+        verified, accepted = verified_M.tolist(), accepted_M.tolist()
+        contexts = np.array([sample.length for sample in samples], dtype=np.float64)
+        step = replace(
+            foreseen,
+            samples=samples,
+            keys=[foreseen.keys[b] for b in members],
+            known=[len(sample.ids) for sample in samples],
+            anchors=[sample.length - 1 for sample in samples],
+            drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified, strict=True)],
+            keep=keep_M.tolist(),
+            proposal=proposal,
+            survival_BG=values_MPG[:drafted, 1].astype(np.float64),
+            verdict=Verdict(accepted, _NOTHING, _chances(values_MPG[:, 2], verified, accepted)),
+        )
+        step.shape = replace(
+            foreseen.shape,
+            rows=len(samples),
+            tier=self._stepper.tier(len(samples) + sum(verified)),
+            context_queries=float((contexts * (1 + verified_M)).sum()),
+        )
+        return step
+
+
+def _chances(chance_MG: np.ndarray, verified: list[int], accepted: list[int]) -> list[list[float]]:
+    """As `Verdict` has them: soft where they are known, else 1 up to the first draft that was not kept."""
+    chances = []
+    for row, count, kept in zip(chance_MG, verified, accepted, strict=True):
+        known = row[:count]
+        if count and not np.isnan(known[0]):
+            chances.append(known.tolist())
+        else:
+            chances.append([1.0] * kept + [0.0] * (kept < count))
+    return chances
+
+
+def _slot(sample: Sample) -> int:
+    assert sample.sequence is not None
+    return sample.sequence.slot

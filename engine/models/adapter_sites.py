@@ -12,7 +12,7 @@ from lora.geometry import Geometry, Kind, Part, Site, Split
 
 
 def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
-    """The embedding, then each layer's four products, then the head."""
+    """The embedding, then each layer's products (two or, without experts, four), then the head."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sites = [Site(spec.vocab_size, (Part("model.embed_tokens", spec.hidden),), Kind.EMBEDDING)]
     names = spec.names
@@ -23,10 +23,14 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
             Part(f"{layer}.{names.k}", kv_width),
             Part(f"{layer}.{names.v}", kv_width),
         )
-        gates = Part(f"{layer}.{names.gate}", spec.intermediate), Part(f"{layer}.{names.up}", spec.intermediate)
         sites += [
             Site(spec.hidden, qkv, split=Split.OUTPUTS),
             Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
+        ]
+        if spec.experts is not None:
+            continue
+        gates = Part(f"{layer}.{names.gate}", spec.intermediate), Part(f"{layer}.{names.up}", spec.intermediate)
+        sites += [
             Site(spec.hidden, gates, split=Split.OUTPUTS),
             Site(spec.intermediate, (Part(f"{layer}.{names.down}", spec.hidden),), split=Split.INPUTS),
         ]

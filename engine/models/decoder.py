@@ -9,7 +9,7 @@ R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import nn
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
+from engine.layers.experts import ClampedExperts
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
 from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
@@ -73,6 +74,10 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(q_width, spec.hidden, spec.attention_bias, dtype, device, parallel)
         self.q_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
         self.k_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
+        self.sinks_N = None
+        if spec.layers[layer].sink:
+            sinks_N = torch.empty(self.num_heads, dtype=dtype, device=device)
+            self.sinks_N = nn.Parameter(sinks_N, requires_grad=False)
         self.query_factor = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
         """On top of the backend's scale of head_dim ** -0.5."""
 
@@ -94,7 +99,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             qkv_THE[:, :heads] *= self.query_factor
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
-        out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer)
+        out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer, self.sinks_N)
         return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token
@@ -126,7 +131,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
         self.self_attn = Attention(spec, layer, dtype, device, parallel)
         self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
-        self.mlp = GatedMLP(spec, dtype, device, parallel)
+        make_block: Any = GatedMLP if spec.experts is None else ClampedExperts
+        self.mlp = make_block(spec, dtype, device, parallel)
         self.mixed_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
         self.added_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
 
@@ -236,12 +242,13 @@ class DenseDecoderLM(nn.Module):
         return {"model.embed_tokens": self.model.embed_tokens.weight, "lm_head": head.weight}.get(module)
 
     def _number_sites(self) -> None:
-        """As `dense_geometry` counts: the embedding, four products a layer, the head."""
+        """As `dense_geometry` counts: the embedding, each layer's products, the head."""
         site = 1
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
             attention, mlp = layer.self_attn, layer.mlp
-            for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            block = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, GatedMLP) else ()
+            for product in (attention.qkv_proj, attention.o_proj, *block):
                 product.site = site
                 site += 1
         assert site == len(self.adapter_sites.sites) - 1, f"{site} sites, expected {len(self.adapter_sites.sites) - 1}"

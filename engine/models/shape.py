@@ -54,6 +54,17 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Blocks of `count` experts, `per_token` of which each token uses; `alpha` and `limit` are those of
+    their clamped gates. An expert is as wide as the spec's `intermediate`."""
+
+    count: int
+    per_token: int
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """What checkpoints call the parts of a decoder; layers' parts without their prefix."""
 
@@ -73,6 +84,9 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    sinks: str = "self_attn.sinks"
+    expert_gate: str = "mlp.router"
+    experts: str = "mlp.experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,7 @@ class ModelSpec:
 
     `unit_norms` multiply by 1 + weight and round once, after the weight. With `output_norms` what mixer
     and block add to the residual is normed first. `query_scale` is what scores are scaled by where that
-    is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh.
+    is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh. With `experts` every block is one of those.
     """
 
     architecture: str
@@ -108,10 +122,12 @@ class ModelSpec:
     embed_scale: float | None = None
     query_scale: float | None = None
     logit_softcap: float | None = None
+    experts: ExpertSpec | None = None
     names: Names = Names()
 
     @property
     def uniform(self) -> bool:
         """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
-        return not any(switches) and self.activation == "silu" and all(layer.rope is None for layer in self.layers)
+        special = any(switches) or self.experts is not None or self.activation != "silu"
+        return not special and all(layer.rope is None and not layer.sink for layer in self.layers)

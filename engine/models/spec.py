@@ -15,11 +15,12 @@ from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
+from engine.models.gpt_oss import GPT_OSS
 from engine.models.llama import LLAMA
 from engine.models.qwen3 import QWEN3
 from engine.models.shape import DTYPES, LayerSpec, ModelSpec, Names, RopeSpec
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GEMMA3)}
+FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS)}
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -85,4 +86,13 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(named[0])
 
 
-__all__ = ["DTYPES", "FAMILIES", "LayerSpec", "ModelSpec", "Names", "RopeSpec", "read_spec", "spec_from_config"]
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "LayerSpec",
+    "ModelSpec",
+    "Names",
+    "RopeSpec",
+    "read_spec",
+    "spec_from_config",
+]

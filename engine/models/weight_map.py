@@ -34,12 +34,12 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
         table.whole(f"{layer}.{names.input_norm}.weight", f"{layer}.input_layernorm.weight", spec.hidden)
-        _attention(table, spec, layer)
+        _attention(table, spec, layer, spec.layers[index].sink)
         table.whole(f"{layer}.{names.block_norm}.weight", f"{layer}.post_attention_layernorm.weight", spec.hidden)
         if spec.output_norms:
             table.whole(f"{layer}.{names.mixed_norm}.weight", f"{layer}.mixed_norm.weight", spec.hidden)
             table.whole(f"{layer}.{names.added_norm}.weight", f"{layer}.added_norm.weight", spec.hidden)
-        _gated_block(table, spec, layer)
+        (_gated_block if spec.experts is None else _experts)(table, spec, layer)
     table.whole(f"{names.final_norm}.weight", "model.norm.weight", spec.hidden)
     aliases: dict[str, str] = {}
     if spec.tied:
@@ -50,7 +50,7 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
     return WeightMap(table.placements, aliases, frozenset(inverse | {"model.rotary_emb.inv_freq"}))
 
 
-def _attention(table: _Table, spec: ModelSpec, layer: str) -> None:
+def _attention(table: _Table, spec: ModelSpec, layer: str, sink: bool) -> None:
     names, param = spec.names, f"{layer}.self_attn"
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {names.q: q_rows, names.k: kv_rows, names.v: kv_rows}
@@ -58,6 +58,8 @@ def _attention(table: _Table, spec: ModelSpec, layer: str) -> None:
     table.whole(f"{layer}.{names.o}.weight", f"{param}.o_proj.weight", spec.hidden, q_rows, shard_dim=1)
     if spec.attention_bias:
         table.whole(f"{layer}.{names.o}.bias", f"{param}.o_proj.bias", spec.hidden)
+    if sink:
+        table.whole(f"{layer}.{names.sinks}", f"{param}.sinks_N", spec.num_heads, shard_dim=0)
     if spec.qk_norm:
         table.whole(f"{layer}.{names.q_norm}.weight", f"{param}.q_norm.weight", spec.head_dim)
         table.whole(f"{layer}.{names.k_norm}.weight", f"{param}.k_norm.weight", spec.head_dim)
@@ -71,3 +73,15 @@ def _gated_block(table: _Table, spec: ModelSpec, layer: str) -> None:
     table.whole(f"{layer}.{names.down}.weight", f"{down}.weight", spec.hidden, spec.intermediate, shard_dim=1)
     if spec.mlp_bias:
         table.whole(f"{layer}.{names.down}.bias", f"{down}.bias", spec.hidden)
+
+
+def _experts(table: _Table, spec: ModelSpec, layer: str) -> None:
+    names, param, experts = spec.names, f"{layer}.mlp", spec.experts
+    assert experts is not None, "blocks without experts are gated blocks"
+    count, hidden, width = experts.count, spec.hidden, spec.intermediate
+    table.whole(f"{layer}.{names.expert_gate}.weight", f"{param}.gate_XD", count, hidden)
+    table.whole(f"{layer}.{names.expert_gate}.bias", f"{param}.gate_bias_X", count)
+    table.whole(f"{layer}.{names.experts}.gate_up_proj", f"{param}.gate_up_XDI", count, hidden, 2 * width)
+    table.whole(f"{layer}.{names.experts}.gate_up_proj_bias", f"{param}.gate_up_bias_XI", count, 2 * width)
+    table.whole(f"{layer}.{names.experts}.down_proj", f"{param}.down_XID", count, width, hidden)
+    table.whole(f"{layer}.{names.experts}.down_proj_bias", f"{param}.down_bias_XD", count, hidden)

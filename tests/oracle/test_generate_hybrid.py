@@ -19,6 +19,7 @@ from tests.support import (
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {
     "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING], "num_hidden_layers": 3}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 
 pytestmark = pytest.mark.usefixtures("both_loops")

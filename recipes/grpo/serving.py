@@ -94,27 +94,28 @@ class ColocatedServing:
     an update that brings all of them. (One that brings an adapter alone releases none.)"""
 
     def __init__(self, engine: Engine, release: tuple[str, ...]) -> None:
-        self.control = self.adapters = InProcessControl(engine)
+        self.control = InProcessControl(engine)
+        self.adapters: AdapterControl = self.control
         self.transport: Transport = InProcessTransport()
-        self._engine = engine
+        self.engine = engine
         self._tags = list(release)
 
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
-        return self._engine.generate(requests)
+        return self.engine.generate(requests)
 
     def release(self) -> Mapping[str, int]:
         if not self._tags:
             return {}
-        before, after = self._engine.release_memory(self._tags, level="discard")
+        before, after = self.engine.release_memory(self._tags, level="discard")
         return {tag: before[tag] - after[tag] for tag in self._tags}
 
     def take_weights(self) -> None:
         if "weights" in self._tags:
-            self._engine.resume_memory(["weights"])
+            self.engine.resume_memory(["weights"])
 
     def resume(self) -> None:
         if self._tags:
-            self._engine.resume_memory(self._tags)
+            self.engine.resume_memory(self._tags)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Owns the differences between the two, so that the loop has none. Ignores learnin
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -105,8 +106,7 @@ class LoraPolicy:
         self.model.save_pretrained(str(partial), selected_adapters=[self.peft_name])
         inner = partial / self.peft_name
         put_in_place(inner if inner.is_dir() else partial, folder)
-        if partial.is_dir():
-            partial.rmdir()
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def lora_config(config: AdapterConfig) -> LoraConfig:

@@ -21,6 +21,7 @@ import torch
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.errors import Conflict, InvalidRequest, NotFound, SparkrollError, TooLarge, Unsupported
+from engine.memory.slab import Slab, make_slab
 from engine.models.decoder import CausalLM
 from engine.types import AdapterRef, AdapterReport, AdapterUpdate
 from engine.validation import check_id
@@ -101,7 +102,9 @@ class Adapters:
         for field, most in LIMITS.items():
             if not 1 <= getattr(config, field) <= most:
                 raise InvalidRequest(field=f"adapters.{field}", expected=f"1 to {most}", actual=getattr(config, field))
+        assert isinstance(config.device_mib, int), "device_mib was never resolved"
         self._config = config
+        self._room = config.device_mib << 20
         self._model = model
         # Products of few rows are faster in fp32 than in bfloat16 on many CPUs, and never less exact.
         self._dtype = torch.float32 if device.type == "cpu" else dtype
@@ -110,6 +113,7 @@ class Adapters:
         self._deterministic = deterministic
         self._fused = fused
         self._registry = Registry(config.host_mib << 20, self._freed)
+        self._slab: Slab | None = None
         self._residency: Residency | None = None
         self._use: AdapterUse | None = None
         self._on_publish: Callable[[AdapterVersion, AdapterVersion], None] | None = None
@@ -139,7 +143,7 @@ class Adapters:
             sites, most = self._model.adapter_sites, self._config.max_rank
             weights = check_weights(config, tensors, sites, most, self._same_base)
             packed = pack(weights, sites, self._dtype, pinned=self._device.type == "cuda")
-            room = self._config.device_mib << 20
+            room = self._room
             if DevicePool.size_of(packed) > room:
                 raise AdapterMemory("adapters.device_mib", f"room for {packed.num_bytes} bytes", f"{room} bytes")
         return PreparedAdapter(weights.digest, packed)
@@ -158,7 +162,7 @@ class Adapters:
         check_id("name", name)
         with translated():
             version = self._registry.stage(name, prepared.digest, prepared.packed, rev)
-        self.residency.prefetch(version)
+        self._prefetch(version)
         return _report(version)
 
     def publish(self, name: str, rev: int, keep_previous: bool = False) -> AdapterReport:
@@ -211,7 +215,7 @@ class Adapters:
         with translated():
             version = self._registry.find(ref.name, ref.rev)
         lease = Lease(self._registry, version, "finish" if ref.rev is not None else ref.on_publish)
-        self.residency.prefetch(version)
+        self._prefetch(version)
         return lease
 
     def make_resident(self, version: AdapterVersion) -> bool:
@@ -249,10 +253,28 @@ class Adapters:
     def residency(self) -> Residency:
         """Made when the first adapter comes: an engine without any sets nothing aside."""
         if self._residency is None:
-            config, sites = self._config, self._model.adapter_sites
-            pool = DevicePool(sites, self._dtype, self._device, config.device_mib << 20, config.max_resident)
+            sites, most = self._model.adapter_sites, self._config.max_resident
+            self._slab = make_slab(self._room, self._device, "adapters.device_mib")
+            pool = DevicePool(sites, self._dtype, self._device, self._room, most, self._slab.data_U)
             self._residency = Residency(pool)
         return self._residency
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device, held now; 0 while released."""
+        return self._room if self._slab is not None and self._slab.mapped else 0
+
+    def release(self) -> None:
+        """Give the device memory back; nobody computes. What was there is on the host too. Idempotent."""
+        if self._residency is not None and self._slab is not None:
+            for version in self._residency.resident:
+                self._residency.drop(version)
+            self._slab.unmap()
+
+    def restore(self) -> None:
+        """Take it again, empty, at the same addresses. Idempotent."""
+        if self._slab is not None:
+            self._slab.map()
 
     def check(self, held: list[Lease]) -> None:
         """Assert that every reference is held by a lease, where `held` are all open ones."""
@@ -269,6 +291,11 @@ class Adapters:
         if weight is None or weight.shape != tensor.shape:
             return False
         return torch.equal(weight, tensor.to(weight.device, weight.dtype))
+
+    def _prefetch(self, version: AdapterVersion) -> None:
+        residency = self.residency
+        if self._slab is not None and self._slab.mapped:
+            residency.prefetch(version)
 
     def _freed(self, version: AdapterVersion) -> None:
         if self._residency is not None:

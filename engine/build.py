@@ -27,7 +27,7 @@ from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
 from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
-from engine.memory.budget import pool_budget, whole_pages
+from engine.memory.budget import adapter_mib, pool_budget, whole_pages
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
@@ -83,6 +83,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     fill(model)
     drafter = load_drafter(config.dspark, model, device)
     draft = None if drafter is None else drafter.kv
+    room = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
+    config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=room))
     config = _size_pool(config, spec, device, dtype, draft)
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     num_pages = number(config.cache.kv_tokens) // page_size
@@ -98,6 +100,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     speculation = None
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
+    fused = isinstance(runner, FusedRunner)
+    adapters = Adapters(config.adapters, model, dtype, device, cache, config.deterministic, fused)
     return Parts(
         config=config,
         device=device,
@@ -113,11 +117,9 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         cache=cache,
         runner=runner,
         sampler=sampler,
-        memory=MemoryTags(arena, pool, cache, None if drafter is None else drafter.arena, draft_pool),
+        memory=MemoryTags(arena, pool, cache, adapters, None if drafter is None else drafter.arena, draft_pool),
         counters=EngineCounters(),
-        adapters=Adapters(
-            config.adapters, model, dtype, device, cache, config.deterministic, isinstance(runner, FusedRunner)
-        ),
+        adapters=adapters,
         layout=f"{config.dtype}/{page_size}",
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,
@@ -206,7 +208,8 @@ def _size_pool(
     wanted, fraction = config.cache.kv_tokens, config.cache.memory_fraction
     rows, tokens = number(config.scheduler.max_running), number(config.scheduler.prefill_tokens)
     if not isinstance(wanted, int):
-        budget = pool_budget(spec, dtype, device, fraction, tokens, rows, draft)
+        adapter_bytes = number(config.adapters.device_mib) << 20 if device.type == "cuda" else 0
+        budget = pool_budget(spec, dtype, device, fraction, tokens, rows, draft, adapter_bytes)
         print(budget.describe(), file=sys.stderr)
         wanted = budget.num_tokens
     kv_tokens = whole_pages(wanted, config.cache.page_size)

@@ -6,6 +6,7 @@ Owns the settings and their meaning. Ignores what an adapter is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lora.packing import BUCKETS
 
@@ -13,12 +14,13 @@ from lora.packing import BUCKETS
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """`max_rank` bounds any module's rank; `device_mib` and `host_mib` what adapters may hold on the device and
-    on the host, `max_resident` how many are on the device at once. Nothing is taken before the first
-    adapter is registered."""
+    on the host, `max_resident` how many are on the device at once. "auto" is a sixteenth of the device memory
+    left after the weights, at most what `max_resident` of the widest take, and 1024 on the CPU. Nothing is
+    taken before the first adapter is registered, but other memory is sized to leave it."""
 
     max_rank: int = 64
     max_resident: int = 64
-    device_mib: int = 1024
+    device_mib: int | Literal["auto"] = "auto"
     host_mib: int = 8192
 
 

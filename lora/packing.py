@@ -91,6 +91,17 @@ def pack(weights: AdapterWeights, geometry: Geometry, dtype: torch.dtype, pinned
     return packed
 
 
+def room_for(geometry: Geometry, rank: int, dtype: torch.dtype) -> int:
+    """Bytes that an adapter of this rank on all linear modules takes."""
+    elements = 0
+    for index, site in enumerate(geometry.sites):
+        if site.kind is Kind.LINEAR:
+            widths = geometry.widths(index)
+            elements += _aligned(len(widths) * bucket(rank) * geometry.inputs(index))
+            elements += _aligned(sum(widths) * bucket(rank))
+    return elements * dtype.itemsize
+
+
 def views(
     values_U: torch.Tensor, layout: SiteLayout, geometry: Geometry, index: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -13,12 +13,18 @@ import torch
 
 from engine.errors import InvalidRequest
 from engine.models.spec import ModelSpec
+from lora.config import AdapterConfig
+from lora.geometry import Geometry
+from lora.packing import room_for
 
 GRAPH_BYTES = 512 << 20
 """For what no shape tells: graphs' nodes and page tables by tier, library workspaces, rounding."""
 
 LOGIT_COPIES = 4
 """fp32 copies of a row's logits that the serial sampler holds at once."""
+
+ADAPTER_SHARE = 16
+"""The part of the memory left after the weights that adapters may have by default is one over this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class PoolBudget:
         bound = "" if self.num_tokens != self.useful_tokens else ", all that can be of use"
         return (
             f"kv: {self.num_tokens} tokens in {pool} GiB ({self.fraction:g} of {free} GiB free after the weights,"
-            f" less {reserved} for steps and graphs{bound})"
+            f" less {reserved} for steps, graphs and adapters{bound})"
         )
 
 
@@ -57,16 +63,28 @@ def pool_budget(
     prefill_tokens: int,
     max_running: int,
     draft: ModelSpec | None = None,
+    adapter_bytes: int = 0,
 ) -> PoolBudget:
     """Call it with the weights in place. A token has states in a drafter of shape `draft` too, where there
-    is one. On the CPU, memory serves everybody else too, so the pool never grows past `max_running` whole contexts."""
+    is one. `adapter_bytes` are left to adapters. On the CPU, memory serves everybody else too, so the pool never
+    grows past `max_running` whole contexts."""
     return PoolBudget(
         free_bytes=_free_bytes(device),
-        reserved_bytes=_step_bytes(spec, dtype, prefill_tokens, max_running),
+        reserved_bytes=_step_bytes(spec, dtype, prefill_tokens, max_running) + adapter_bytes,
         fraction=fraction,
         token_bytes=_token_bytes(spec, dtype) + (0 if draft is None else _token_bytes(draft, dtype)),
         useful_tokens=None if device.type == "cuda" else max_running * spec.context_len,
     )
+
+
+def adapter_mib(config: AdapterConfig, sites: Geometry, dtype: torch.dtype, device: torch.device) -> int:
+    """Mebibytes of device memory that adapters may hold. Call it with the weights in place."""
+    if config.device_mib != "auto":
+        return config.device_mib
+    if device.type != "cuda":
+        return 1024
+    widest = room_for(sites, config.max_rank, dtype)
+    return max(1, min(_free_bytes(device) // ADAPTER_SHARE, config.max_resident * widest) >> 20)
 
 
 def whole_pages(num_tokens: int, page_size: int) -> int:

@@ -3,8 +3,9 @@
 Owns which tags are resident and the moves between. Ignores who asks and whether the engine is
 idle.
 
-Weights and keys come back at the addresses they had, so that captured graphs outlive both; graphs
-themselves are dropped and captured anew when first needed.
+Weights, keys and adapters come back at the addresses they had, so that captured graphs outlive them; graphs
+themselves are dropped and captured anew when first needed. Adapters are copied from the host again when
+somebody needs them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.errors import InvalidRequest
 from engine.memory.kv_pool import KVPool
 from engine.weights.arena import WeightArena
 
-TAGS = ("weights", "kv", "graphs")
+TAGS = ("weights", "kv", "graphs", "adapters")
 LEVELS = ("offload", "discard")
 
 
@@ -33,6 +34,19 @@ class GraphOwner(Protocol):
         ...
 
 
+class AdapterMemory(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now; 0 while released, and before there is any adapter."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back. What was there is on the host too."""
+        ...
+
+    def restore(self) -> None: ...
+
+
 class MemoryTags:
     """`missing` names what must come back before the engine may serve: released tags, and
     "weights" for as long as discarded ones have not been replaced by an update. Whoever
@@ -44,12 +58,14 @@ class MemoryTags:
         arena: WeightArena,
         pool: KVPool,
         cache: PrefixCache,
+        adapters: AdapterMemory,
         draft_arena: WeightArena | None = None,
         draft_pool: KVPool | None = None,
     ) -> None:
         self._arena = arena
         self._pool = pool
         self._cache = cache
+        self._adapters = adapters
         self._draft_arena = draft_arena
         self._pools = [pool] if draft_pool is None else [pool, draft_pool]
         self.graphs: list[GraphOwner] = []
@@ -72,6 +88,7 @@ class MemoryTags:
             "weights": self._arena.num_bytes + draft,
             "kv": sum(pool.bytes for pool in self._pools),
             "graphs": graphs,
+            "adapters": self._adapters.num_bytes,
         }
 
     def release(self, tags: list[str], level: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -95,6 +112,8 @@ class MemoryTags:
             if tag == "kv":
                 for pool in self._pools:
                     pool.restore()
+            elif tag == "adapters":
+                self._adapters.restore()
             elif tag == "weights":
                 self._arena.restore()
                 if self._draft_arena is not None:
@@ -117,6 +136,8 @@ class MemoryTags:
             self._unfilled = self._unfilled or not keep_weights
             if self._draft_arena is not None:
                 self._draft_arena.release(keep=True)
+        elif tag == "adapters":
+            self._adapters.release()
         else:
             for owner in self.graphs:
                 owner.forget()

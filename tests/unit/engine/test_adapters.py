@@ -10,7 +10,7 @@ import torch
 
 from engine.collector import Collector
 from engine.dspark.config import DSparkConfig
-from engine.errors import Conflict, InvalidRequest, NotFound, TooLarge, Unsupported
+from engine.errors import Conflict, InvalidRequest, NotFound, Paused, TooLarge, Unsupported
 from engine.types import AdapterRef, ScoreRequest
 from lora.config import AdapterConfig
 from lora.folder import read_folder
@@ -371,3 +371,22 @@ def test_bfloat16_weights_under_an_adapter(t_full, folders):
     whole, base = logprobs_of(t_full, folders["LC"], ids), reference_logprobs(t_full, ids)
     exact = np.asarray([float(whole[p - 1, ids[p]]) for p in range(1, len(ids))])
     assert np.abs(scored.logprobs[1:] - exact).mean() < 0.05 < 0.5 < np.abs(base[1:] - exact).mean()
+
+
+def test_adapters_memory_goes_and_comes_back(t_full, folders):
+    """Its addresses stay, and what was there is copied from the host again, published meanwhile or not."""
+    engine = with_adapters(t_full, folders, "LA")
+    asked = ask_with("LA", "before", PROMPTS[0])
+    (before,) = engine.generate([asked])
+    values = engine.adapters.residency.pool.values_U
+    held, released = engine.release_memory(["adapters"])
+    assert (held["adapters"], released["adapters"]) == (1024 << 20, 0) and not engine.adapters.residency.resident
+    with pytest.raises(Paused, match="adapters"):
+        engine.generate([asked])
+    engine.adapters.register_folder("LB", folders["LB"])
+    engine.resume_memory(["adapters"])
+    assert engine.gauges().adapters_bytes == 1024 << 20 and engine.adapters.residency.pool.values_U is values
+    after, other = engine.generate([ask_with("LA", "after", PROMPTS[0]), ask_with("LB", "other", PROMPTS[2])])
+    assert after.samples[0].ids.tolist() == before.samples[0].ids.tolist()
+    expect(other.samples[0], t_full, folders["LB"], PROMPTS[2])
+    engine.check()

@@ -94,7 +94,7 @@ def test_case_m1_m4_release_and_restore(t_full):
     places = addresses(engine)
     for level in ("discard", "offload", "discard"):
         held, released = engine.release_memory(["weights", "kv"], level)
-        assert held["kv"] > 0 and held["weights"] > 0 and released == {"weights": 0, "kv": 0, "graphs": 0}
+        assert held["kv"] > 0 and held["weights"] > 0 and not any(released.values())
         assert addresses(engine) == places
         with pytest.raises(Paused):
             engine.generate([ask("g", prompt(4))])

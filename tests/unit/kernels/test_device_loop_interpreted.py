@@ -89,7 +89,7 @@ def test_rows_that_ask_for_more_equal_plain_ones(t_full):
         for name, column in b.extra_logprobs.items():
             np.testing.assert_allclose(a.extra_logprobs[name], column, atol=1e-4)
         assert b.top_ids is None or a.top_ids.tolist() == b.top_ids.tolist()
-    assert {modes.extra for _, _, modes in device._loop._stepper._captured} == {True}
+    assert {modes.extra for _, _, modes, _ in device._loop._stepper._captured} == {True}
     device.check()
 
 

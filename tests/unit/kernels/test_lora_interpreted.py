@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from engine import Engine
 from engine.kernels.adapted_gate import adapted_gate, adapted_gate_reference
 from engine.kernels.adapted_rope import Rotation, adapted_rope, adapted_rope_reference
 from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape
+from engine.runner.step_plan import StepPlan
 from lora.geometry import Kind
 from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand, lora_expand_reference
@@ -17,7 +21,7 @@ from lora.kernels.shrink import lora_shrink, lora_shrink_reference, workspace_sh
 from lora.segments import Segments, Tiles
 from lora.step import LoopStep
 from tests.support import make_engine, prompt, reference_greedy
-from tests.unit.engine.lora_cases import ask_with, greedy_of, save_adapter
+from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
 from tests.unit.lora.toy_geometry import VOCAB, all_linear, geometry, make_pool, weights
 
 GEOMETRY = geometry()
@@ -205,17 +209,78 @@ def test_queries_and_keys_of_adapted_rows_and_others(plain):
     close(results[0][1], results[1][1])
 
 
-def test_an_engine_of_fused_kernels_serves_adapters(t_full, tmp_path):
-    """Steps with adapted rows are replayed like those without."""
-    folder = save_adapter(t_full, tmp_path, 1, target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
-    engine = make_engine(t_full, page_size=4, burst=2, attention="triton", loop="overlapped", max_running=4)
-    engine.adapters.register_folder("LA", folder)
-    for name in (None, "LA"):
-        asked = [ask_with(None, "base", prompt(5), max_new=4), ask_with(name, "other", prompt(7), max_new=2)]
-        base, other = engine.generate(asked)
-        assert base.samples[0].ids.tolist() == reference_greedy(t_full, prompt(5), 4)
-        if name is not None:
-            assert other.samples[0].ids.tolist() == greedy_of(t_full, folder, prompt(7), 2)
-            assert {span.adapter_rev for span in other.samples[0].spans} == {1}
-        engine.check()
-    assert engine.counters.graph_captures > 0
+def device_engine(folder: Path, **fields) -> Engine:
+    fields = {"max_running": 4} | fields
+    return make_engine(folder, page_size=4, burst=2, attention="triton", loop="overlapped", **fields)
+
+
+def test_steps_of_many_policies_are_replayed(t_full, tmp_path):
+    """The base, an adapter of all ends and one of projections alone, the last as a group; then the base alone. A
+    decoded plan is all that a stepper needs."""
+    options = {"all ends": {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}, "linear": {"r": 9}}
+    engine, folders = device_engine(t_full), {}
+    for seed, (name, chosen) in enumerate(options.items()):
+        folders[name] = save_adapter(t_full, tmp_path / name, seed, **chosen)
+        engine.adapters.register_folder(name, folders[name])
+    stepper = engine._loop._stepper
+    launch = stepper.launch
+    stepper.launch = lambda plan: launch(StepPlan.decode(plan.encode()))
+    serial = []
+    engine._loop._serial.step = lambda: serial.append(True)
+    asked = [ask_with(None, "base", prompt(5), max_new=3), ask_with("all ends", "ends", prompt(7), max_new=3)]
+    asked.append(ask_with("linear", "group", prompt(9), n=2, max_new=2))
+    base, ends, group = engine.generate(asked)
+    assert base.samples[0].ids.tolist() == reference_greedy(t_full, prompt(5), 3)
+    assert ends.samples[0].ids.tolist() == greedy_of(t_full, folders["all ends"], prompt(7), 3)
+    whole = logprobs_of(t_full, folders["all ends"], [*prompt(7), *ends.samples[0].ids])
+    picked = [float(whole[6 + place, token]) for place, token in enumerate(ends.samples[0].ids)]
+    np.testing.assert_allclose(ends.samples[0].logprobs, picked, atol=1e-4)
+    for sample in group.samples:
+        assert sample.ids.tolist() == greedy_of(t_full, folders["linear"], prompt(9), 2)
+        assert {span.adapter_rev for span in sample.spans} == {1}
+    variants = {variant for _, _, _, variant in stepper._captured}
+    assert not serial and variants and None not in variants
+    engine.generate([ask_with(None, "alone", prompt(5), max_new=2)])
+    assert None in {variant for _, _, _, variant in stepper._captured}
+    engine.check()
+
+
+@pytest.mark.slow
+def test_deterministic_rows_are_those_of_any_step(t_full, tmp_path):
+    """Rows of two policies and of the base, together and each alone; the base's equal an engine's without any. That
+    all bits are equal holds on a device: the interpreter sums products of other shapes otherwise."""
+    engine = device_engine(t_full, deterministic=True)
+    for seed, name in enumerate(("LA", "LB")):
+        engine.adapters.register_folder(name, save_adapter(t_full, tmp_path / name, seed))
+    names = (None, "LA", "LB")
+    asked = [ask_with(name, f"{name}", prompt(6, seed), max_new=4) for seed, name in enumerate(names)]
+    together = engine.generate(asked)
+    for request, reply in zip(asked, together, strict=True):
+        engine.flush()
+        (alone,) = engine.generate([request])
+        assert alone.samples[0].ids.tolist() == reply.samples[0].ids.tolist()
+        np.testing.assert_allclose(alone.samples[0].logprobs, reply.samples[0].logprobs, atol=1e-5)
+    (plain,) = device_engine(t_full, deterministic=True).generate(asked[:1])
+    np.testing.assert_allclose(plain.samples[0].logprobs, together[0].samples[0].logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_poisoned_slot_spoils_no_other_row(t_full, tmp_path):
+    """Through whole steps: rows of the base and of the other policy go on, though the poisoned one ends at once."""
+    engine = device_engine(t_full)
+    for seed, name in enumerate(("LA", "LB")):
+        engine.adapters.register_folder(name, save_adapter(t_full, tmp_path / name, seed))
+    asked = [ask_with(name, f"{name}", prompt(6), max_new=3) for name in (None, "LA", "LB")]
+    clean = engine.generate(asked)
+    engine.flush()
+    pool = engine.adapters.residency.pool
+    slot = next(v.slot for v in engine.adapters.versions if v.name == "LB")
+    for site, layout in enumerate(pool._held[slot][1].sites):
+        for factor in (factor for pair in pool.factors(slot, site) for factor in pair) if layout.rank else ():
+            factor.fill_(float("nan"))
+    dirty = engine.generate(asked)
+    assert dirty[2].samples[0].finish == "error"
+    for one, other in zip(clean[:2], dirty[:2], strict=True):
+        assert one.samples[0].ids.tolist() == other.samples[0].ids.tolist()
+        np.testing.assert_allclose(other.samples[0].logprobs, one.samples[0].logprobs, atol=1e-5)
+    engine.check()

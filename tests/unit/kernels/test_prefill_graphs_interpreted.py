@@ -13,6 +13,7 @@ from engine.models.spec import read_spec
 from engine.runner import prefill_graphs
 from engine.runner.prefill_graphs import PrefillGraphs, token_tiers, worthwhile_tokens
 from tests.support import ask, make_engine, prompt
+from tests.unit.engine.lora_cases import ask_with, save_adapter
 
 
 def engine_with_graphs(folder, monkeypatch):
@@ -32,16 +33,24 @@ def engine_with_graphs(folder, monkeypatch):
     return engine
 
 
-def test_prompts_through_fixed_buffers_equal_plain_ones(t_full, monkeypatch):
-    """Two in one chunk, one over two chunks, one over a cached prefix; buffers are used again."""
-    engine = engine_with_graphs(t_full, monkeypatch)
-    work = [ask("a", prompt(12), max_new=1), ask("b", prompt(5, 40), max_new=1), ask("c", prompt(40, 90), max_new=1)]
+def test_prompts_through_fixed_buffers_equal_plain_ones(t_full, tmp_path, monkeypatch):
+    """Two in one chunk, one of them with an adapter, one over two chunks, one over a cached prefix; buffers are
+    used again."""
+    adapter = save_adapter(t_full, tmp_path, 1)
+    engine, plain = engine_with_graphs(t_full, monkeypatch), make_engine(t_full, page_size=4)
+    for each in (engine, plain):
+        each.adapters.register_folder("LA", adapter)
+    work = [
+        ask("a", prompt(12), max_new=1),
+        ask_with("LA", "b", prompt(5, 40), max_new=1),
+        ask("c", prompt(40, 90), max_new=1),
+    ]
     used = []
     hidden = engine._parts.runner.prefill_graphs.hidden
     engine._parts.runner.prefill_graphs.hidden = lambda *inputs: used.append(hidden(*inputs)) or used[-1]
     replies = engine.generate(work) + engine.generate([ask("d", prompt(17), max_new=1)])
     assert len(used) >= 3 and all(value is not None for value in used)
-    plain = make_engine(t_full, page_size=4)
+    assert {variant is None for _, variant in engine._parts.runner.prefill_graphs._captured} == {True, False}
     expected = plain.generate(work) + plain.generate([ask("d", prompt(17), max_new=1)])
     for reply, other in zip(replies, expected, strict=True):
         assert reply.samples[0].ids.tolist() == other.samples[0].ids.tolist()

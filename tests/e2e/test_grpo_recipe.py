@@ -33,6 +33,8 @@ SMALL = [
     "steps=10",
     "tracking.wandb=disabled",
 ]
+WHERE = pytest.mark.parametrize("where", ["colocated", pytest.param("service", marks=pytest.mark.slow)])
+"""What follows from the loop alone is shown without the service too."""
 UNTAUGHT = ["warmup.steps=2", "warmup.optim.decay_steps=50", "rollout.groups=4", "task.held_out=32"]
 
 
@@ -76,8 +78,9 @@ def test_grpo_learns_stops_and_resumes_with_versions_going_on(tmp_path: Path) ->
     assert logits[0, -1].argmax() == tokenizer.convert_tokens_to_ids("5")
 
 
-def test_grpo_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = [*SMALL, "warmup.steps=60", "task.held_out=32", "rollout.groups=8", "steps=2"]
+@WHERE
+def test_grpo_resumed_equals_uninterrupted(tmp_path: Path, where: str) -> None:
+    settings = [*SMALL, "warmup.steps=60", "task.held_out=32", "rollout.groups=8", "steps=2", f"rollout.where={where}"]
     straight = execute(tmp_path / "straight", *settings)
     execute(tmp_path / "parts", *settings, "max_steps=1")
     parts = execute(tmp_path / "parts", *settings, resume=True)
@@ -89,8 +92,10 @@ def test_grpo_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert any(not torch.equal(value, one.state_dict()[name]) for name, value in start.state_dict().items())
 
 
-def test_grpo_with_zero_learning_rate_changes_nothing(tmp_path: Path) -> None:
-    results = execute(tmp_path, *SMALL, *UNTAUGHT, "warmup.steps=60", "optim.learning_rate=0", "steps=3")
+@WHERE
+def test_grpo_with_zero_learning_rate_changes_nothing(tmp_path: Path, where: str) -> None:
+    settings = [*SMALL, *UNTAUGHT, "warmup.steps=60", f"rollout.where={where}"]
+    results = execute(tmp_path, *settings, "optim.learning_rate=0", "steps=3")
     assert results["reward_after"] == results["reward_before"] and results["policy_version"] == 3
     assert results["logprob_abs_diff"] < 1e-5
 

@@ -30,8 +30,8 @@ from engine.sampling.params import RowSampling
 if TYPE_CHECKING:
     from engine.dspark.speculation import DraftStep
 
-_MOST_DOMAINS = 32
-"""Requests name their domains, and every one is a set of series in whoever collects them."""
+_MOST_CLASSES = 64
+"""Requests name their domains and policies, and every pair is a set of series in whoever collects them."""
 _OTHERS = "others"
 
 
@@ -45,14 +45,21 @@ class Record:
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
         self.switch = DraftSwitch(config.max_rows)
-        self._domains = {"": DraftStats(self._drafts)}
+        self._classes = {("", ""): DraftStats(self._drafts)}
         self.reliability = Reliability(self._drafts)
         self.planning_seconds = 0.0
         self.probes = 0
 
     def prior(self, sample: Sample) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
-        return self._estimate.survival(sample.group.arrival, sample.order)
+        return self._estimate.survival(sample.group.arrival, sample.order, policy_of(sample))
+
+    def allows(self, step: int, sample: Sample) -> bool:
+        """Whether drafts pay at the sample's length and under its policy, as far as outcomes tell."""
+        policy = policy_of(sample)
+        return self.switch.allows_length(step, sample.length) and (
+            not policy or self.switch.allows_policy(step, policy)
+        )
 
     def observe(self, step: DraftStep, seconds: float | None) -> None:
         """A step whose tokens are with their samples."""
@@ -104,7 +111,7 @@ class Record:
             "cost_absolute_error_seconds": errors.absolute,
             "planning_seconds": self.planning_seconds,
         }
-        return DraftReport.of(series_of(self._domains, self.reliability, others))
+        return DraftReport.of(series_of(self._classes, self.reliability, others))
 
     def passed(self, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
         """Plain steps of these samples that nobody planned, one for each token."""
@@ -114,12 +121,12 @@ class Record:
     # --- rows -----------------------------------------------------------------------------------
 
     def _stats(self, sample: Sample) -> DraftStats:
-        """Those of its domain; past a number of domains the rest share one."""
-        name = sample.group.request.domain
-        if name not in self._domains:
-            name = name if len(self._domains) < _MOST_DOMAINS else _OTHERS
-            self._domains.setdefault(name, DraftStats(self._drafts))
-        return self._domains[name]
+        """Those of its domain and its policy; past a number of such pairs the rest share one."""
+        pair = sample.group.request.domain, policy_of(sample)
+        if pair not in self._classes:
+            pair = pair if len(self._classes) < _MOST_CLASSES else (_OTHERS, _OTHERS)
+            self._classes.setdefault(pair, DraftStats(self._drafts))
+        return self._classes[pair]
 
     def _observe_plain(self, step: DraftStep, row: int) -> None:
         sample = step.samples[row]
@@ -172,17 +179,28 @@ class Record:
         self.reliability.observe(step.survival_BG, labels_BG)
         for sample, known in zip(step.samples[:rows], chances, strict=True):
             if known:
-                self._estimate.observe(sample.group.arrival, sample.order, known)
+                self._estimate.observe(sample.group.arrival, sample.order, known, policy_of(sample))
         expected = [float(step.survival_BG[b, :count].sum()) for b, count in enumerate(verified)]
         self.switch.observe(step.plan.step, sum(expected), sum(verdict.num_accepted[:rows]), sum(verified))
+        policies: dict[str, list[tuple[float, int, int]]] = {}
         for b, anchor in enumerate(step.anchors[:rows]):
             outcome = (expected[b], verdict.num_accepted[b], verified[b])
             self.switch.observe_length(step.plan.step, anchor + 1, *outcome)
+            policies.setdefault(policy_of(step.samples[b]), []).append(outcome)
+        for policy, outcomes in policies.items():
+            if policy:
+                self.switch.observe_policy(step.plan.step, policy, *map(sum, zip(*outcomes, strict=True)))
         if self._online is not None and proposal.confidence_BG is not None:
             self._online.observe(proposal.confidence_BG.double().cpu().numpy(), chances, verified)
             self._rounds += 1
             if self._config.recalibrate_every and self._rounds % self._config.recalibrate_every == 0:
                 self._online.refit()
+
+
+def policy_of(sample: Sample) -> str:
+    """The name of its LoRA policy, whatever the revision; empty for the base."""
+    lease = sample.group.lease
+    return "" if lease is None else lease.version.name
 
 
 def _plain_temperature(row: RowSampling) -> bool:

@@ -29,7 +29,7 @@ BY_DOMAIN = {
     "emitted": "emitted",
     "verify_rows": "verify_rows",
 }
-"""Names of a domain's sums, and the fields of `DraftStats` that hold them."""
+"""Names of a domain's (and a policy's) sums, and the fields of `DraftStats` that hold them."""
 _HISTOGRAMS = {"accepted_at": "position", "windows": "window", "lengths": "length"}
 _BINNED = {"survival_count": "count_GK", "survival_predicted": "predicted_GK", "survival_actual": "labels_GK"}
 
@@ -90,6 +90,10 @@ class DraftReport:
     def domains(self) -> list[str]:
         return sorted(self.by("steps", "domain"))
 
+    @property
+    def adapters(self) -> list[str]:
+        return sorted(self.by("steps", "adapter"))
+
     def bins(self, name: str) -> np.ndarray:
         """float64 [G, K] of a sum over calibration bins."""
         return np.array(
@@ -147,6 +151,10 @@ class DraftReport:
         for domain in self.domains:
             if domain:
                 flat |= {f"{name}/{domain}": value for name, value in self.figures(domain=domain).items()}
+        for adapter in self.adapters:
+            if adapter:
+                figures = self.figures(adapter=adapter)
+                flat |= {f"{name}/adapter/{adapter}": value for name, value in figures.items()}
         return {f"draft/{name}": value for name, value in flat.items()}
 
 
@@ -155,15 +163,16 @@ def ratio(numerator: float, denominator: float) -> float:
 
 
 def series_of(
-    domains: Mapping[str, DraftStats], reliability: Reliability, others: Mapping[str, float]
+    classes: Mapping[tuple[str, str], DraftStats], reliability: Reliability, others: Mapping[str, float]
 ) -> Iterator[Series]:
-    """What a record holds as labelled sums."""
-    for domain, stats in domains.items():
+    """What a record holds as labelled sums; a class is a domain and the name of a LoRA policy."""
+    for (domain, adapter), stats in classes.items():
+        labels = {"domain": domain, "adapter": adapter}
         for name, held in BY_DOMAIN.items():
-            yield name, {"domain": domain}, getattr(stats, held)
+            yield name, labels, getattr(stats, held)
         for name, label in _HISTOGRAMS.items():
             for place, count in enumerate(getattr(stats, name)):
-                yield name, {"domain": domain, label: str(place)}, float(count)
+                yield name, {**labels, label: str(place)}, float(count)
     for name, value in others.items():
         yield name, {}, value
     for name, held in _BINNED.items():

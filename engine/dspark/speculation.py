@@ -170,7 +170,7 @@ class Speculation:
             asked = sample.group.request.draft_window
             if asked is not None and asked.most is not None:
                 most[b] = min(most[b], asked.most)
-            if self.config.mode == "compact" and not self.record.switch.allows_length(self._step, sample.length):
+            if self.config.mode == "compact" and not self.record.allows(self._step, sample):
                 most[b] = 0
             assert sample.sequence is not None
             wanted = anchors[b] + max(traits.block, 1 + most[b])

@@ -10,12 +10,14 @@ Shapes: B requests, G drafts a request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
 _OLDEST = 8
 """Steps after which a remembered confidence says nothing any more."""
+_MOST_POLICIES = 1024
+_POLICY_THRESHOLD = 32.0
 
 
 class LaggedSurvivals:
@@ -40,9 +42,10 @@ class LaggedSurvivals:
 
 
 class AcceptanceEstimate:
-    """Running means of the chance that draft k is accepted given that those before were: over everything,
-    by group, and by request. A narrower mean leans on the wider one with the weight of `leaning`
-    observations, so that a new request starts from its group and a new group from all.
+    """Running means of the chance that draft k is accepted given that those before were: over everything, by
+    policy where there are several, by group, and by request. A narrower mean leans on the wider one with the
+    weight of `leaning` observations, so that a new request starts from its group, a new group from its
+    policy and a new policy from all.
 
     `fade` is what an observation keeps of its weight with each later one.
     """
@@ -51,20 +54,27 @@ class AcceptanceEstimate:
         self._start, self._fade, self._leaning = start, fade, leaning
         self._width = max_drafts
         self._sums: dict[Hashable, np.ndarray] = {}
+        self._policies: dict[str, None] = {}
 
-    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float]) -> None:
+    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float], policy: str | None = None) -> None:
         """Chances of the drafts that a step verified, in order; 0 or 1 where only outcomes are known."""
         count = min(len(chances), self._width)
-        for key in ((), ("group", group), ("request", request)):
+        if policy is not None and policy not in self._policies:
+            self._policies[policy] = None
+            if len(self._policies) > _MOST_POLICIES:
+                oldest = next(iter(self._policies))
+                del self._policies[oldest]
+                self._sums.pop(("policy", oldest), None)
+        for key in _levels(group, request, policy):
             sums_2G = self._sums.setdefault(key, np.zeros((2, self._width)))
             sums_2G[:, :count] *= self._fade
             sums_2G[0, :count] += chances[:count]
             sums_2G[1, :count] += 1.0
 
-    def survival(self, group: Hashable, request: Hashable) -> np.ndarray:
+    def survival(self, group: Hashable, request: Hashable, policy: str | None = None) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted."""
         mean_G = np.full(self._width, self._start)
-        for key in ((), ("group", group), ("request", request)):
+        for key in _levels(group, request, policy):
             sums_2G = self._sums.get(key)
             if sums_2G is not None:
                 mean_G = (sums_2G[0] + self._leaning * mean_G) / (sums_2G[1] + self._leaning)
@@ -75,6 +85,15 @@ class AcceptanceEstimate:
 
     def forget_group(self, group: Hashable) -> None:
         self._sums.pop(("group", group), None)
+
+
+def _levels(group: Hashable, request: Hashable, policy: str | None) -> Iterator[Hashable]:
+    """Whose means a request's own leans on, the widest first."""
+    yield ()
+    if policy is not None:
+        yield "policy", policy
+    yield "group", group
+    yield "request", request
 
 
 class DriftAlarm:
@@ -98,16 +117,17 @@ class DriftAlarm:
 
 class DraftSwitch:
     """Whether drafting is allowed: off above `max_rows` requests, for `cooldown` steps after a drift alarm, and
-    for requests of a length at which drafts are lost, twice as long after each alarm. Lengths are told
-    apart by powers of two, as a drafter fails past those it was trained at. Probes (`engine.dspark.planner`)
-    go on while drafting is off, and a length is tried again when its time is over; a new drafter or policy
-    turns everything on again."""
+    for requests of a length or of a LoRA policy at which drafts are lost, twice as long after each alarm.
+    Lengths are told apart by powers of two, as a drafter fails past those it was trained at. Probes
+    (`engine.dspark.planner`) go on while drafting is off, and a length or a LoRA policy is tried again when its
+    time is over; a new drafter or policy turns everything on again."""
 
     def __init__(self, max_rows: int | None = None, cooldown: int = 256, alarm: DriftAlarm | None = None) -> None:
         self._max_rows = max_rows
         self._cooldown = cooldown
         self._whole = _Off(alarm or DriftAlarm(), cooldown)
         self._by_length: dict[int, _Off] = {}
+        self._by_policy: dict[str, _Off] = {}
 
     def allows(self, step: int, rows: int) -> bool:
         return step >= self._whole.until and (self._max_rows is None or rows <= self._max_rows)
@@ -115,6 +135,23 @@ class DraftSwitch:
     def allows_length(self, step: int, length: int) -> bool:
         off = self._by_length.get(length.bit_length())
         return off is None or step >= off.until
+
+    def allows_policy(self, step: int, policy: str) -> bool:
+        off = self._by_policy.get(policy)
+        return off is None or step >= off.until
+
+    def observe_policy(self, step: int, policy: str, predicted: float, accepted: int, verified: int) -> None:
+        """A step's outcomes of one LoRA policy. Its alarm sounds before that of all, which then starts over: one
+        policy that has drifted switches nobody else off."""
+        off = self._by_policy.get(policy)
+        if off is None:
+            while len(self._by_policy) >= _MOST_POLICIES:
+                del self._by_policy[next(iter(self._by_policy))]
+            off = self._by_policy[policy] = _Off(DriftAlarm(_POLICY_THRESHOLD), self._cooldown)
+        until = off.until
+        off.observe(step, predicted, accepted, verified)
+        if off.until != until:
+            self._whole.forgive()
 
     def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
         """A step's expected and actual accepted drafts."""
@@ -130,6 +167,7 @@ class DraftSwitch:
     def renew(self) -> None:
         self._whole.renew()
         self._by_length.clear()
+        self._by_policy.clear()
 
 
 class _Off:
@@ -145,6 +183,10 @@ class _Off:
             self._alarm.reset()
             self.until = step + self._cooldown
             self._cooldown *= 2
+
+    def forgive(self) -> None:
+        """What was lost so far is accounted for."""
+        self._alarm.reset()
 
     def renew(self) -> None:
         self._alarm.reset()

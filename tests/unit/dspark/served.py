@@ -77,17 +77,17 @@ class Oracle:
     """What a model says next, from whole forward passes, each text computed once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        from tests.support import reference_logits
+
+        self.logits = lambda ids: reference_logits(folder, ids)
         self._next: dict[tuple[int, ...], int] = {}
 
     def __call__(self, tokens: Sequence[int], count: int) -> list[int]:
-        from tests.support import reference_logits
-
         said: list[int] = []
         for _ in range(count):
             key = (*tokens, *said)
             if key not in self._next:
-                self._next[key] = int(reference_logits(self._folder, key)[-1].argmax())
+                self._next[key] = int(self.logits(key)[-1].argmax())
             said.append(self._next[key])
         return said
 

@@ -48,7 +48,7 @@ def test_sums_agree_with_each_other(report):
 def test_export_is_read_back_and_engines_add_up(report):
     texts = [draft_exposition(report, {"engine": name, "incarnation": "1"}) for name in ("a", "b")]
     steps = report.total("steps", domain="math")
-    assert f'draft_steps_total{{domain="math",engine="a",incarnation="1"}} {steps}' in texts[0]
+    assert f'draft_steps_total{{adapter="",domain="math",engine="a",incarnation="1"}} {steps}' in texts[0]
     assert read_report(texts[0]).values == report.values
     both = read_report(merge_exposition(texts))
     assert both.values == report.plus(report).values
@@ -67,7 +67,7 @@ def test_calibration_is_that_of_the_reliability(report):
     from engine.dspark.report import series_of
     from engine.dspark.stats import DraftStats
 
-    shown = DraftReport.of(series_of({"": DraftStats(2)}, sums, {})).calibration()
+    shown = DraftReport.of(series_of({("", ""): DraftStats(2)}, sums, {})).calibration()
     for name, expected in (("ece", sums.calibration_error()), ("auc", sums.auc()), ("brier", sums.brier())):
         np.testing.assert_allclose(shown[name], expected)
     assert shown["ece"][0] > 0.1 and shown["auc"][0] > 0.7

@@ -1,0 +1,104 @@
+"""Speculation for LoRA policies: exact for each, counted for each, and given up for those it loses at alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
+from tests.support import prompt, reference_greedy
+from tests.unit.dspark.served import Oracle, Scripted, scripted_engine
+from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
+
+STARTS = {None: 10, "LA": 150, "LB": 300}
+"""Prompts of a policy begin here, so that a script knows whose text it goes on with."""
+
+
+@pytest.fixture(scope="module")
+def folders(t_full, tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(t_full, root / name, seed) for seed, name in enumerate(("LA", "LB"), start=1)}
+
+
+class Policies:
+    """What each policy says next."""
+
+    def __init__(self, base, folders) -> None:
+        self._oracles = {None: Oracle(base)}
+        for name, folder in folders.items():
+            oracle = self._oracles[name] = Oracle(base)
+            oracle.logits = lambda ids, folder=folder: logprobs_of(base, folder, ids)
+
+    def __call__(self, tokens, count):
+        name = max((start, name or "") for name, start in STARTS.items() if start <= tokens[0])[1] or None
+        return self._oracles[name](tokens, count)
+
+
+def engine_of(t_full, folders, right, **fields):
+    engine = scripted_engine(t_full, Scripted(Policies(t_full, folders), right), **fields)
+    for name, folder in folders.items():
+        engine.adapters.register_folder(name, folder)
+    return engine
+
+
+def test_case_e7_rows_of_many_policies_accept_each_their_own_number_of_drafts(t_full, folders):
+    engine = engine_of(t_full, folders, lambda slot, number: (slot + number) % 4)
+    names = [None, "LA", "LB", "LA", None]
+    prompts = [prompt(n, STARTS[name]) for name, n in zip(names, (3, 9, 17, 5, 12), strict=True)]
+    asked = [ask_with(name, str(i), ids) for i, (name, ids) in enumerate(zip(names, prompts, strict=True))]
+    for name, ids, group in zip(names, prompts, engine.generate(asked), strict=True):
+        wanted = reference_greedy(t_full, ids, 12) if name is None else greedy_of(t_full, folders[name], ids, 12)
+        assert group.samples[0].ids.tolist() == wanted
+        assert {span.adapter_rev for span in group.samples[0].spans} == {0 if name is None else 1}
+    report = engine._parts.speculation.record.report()
+    assert report.adapters == ["", "LA", "LB"]
+    for name in report.adapters:
+        assert 0 < report.total("accepted", adapter=name) < report.total("verified", adapter=name)
+    assert sum(report.by("steps", "adapter").values()) == report.total("steps") > 0
+    assert "draft/accept_length/adapter/LA" in report.metrics()
+    engine.check()
+
+
+def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for_on(t_full, folders):
+    """Confidence throughout; success under LA and the base, none under LB."""
+    engine = engine_of(t_full, folders, lambda slot, number: 4, dspark=dict(mode="compact", least=4))
+    speculation = engine._parts.speculation
+    scripted = speculation.drafter
+    texts = scripted.texts
+    scripted._right = lambda slot, number: 0 if texts[slot][0] >= STARTS["LB"] else 4
+    speculation.record.prior = lambda sample: np.ones(4)
+    asked = [ask_with(name, str(name), prompt(6, start), max_new=40) for name, start in STARTS.items()]
+    groups = engine.generate(asked)
+    record, step = speculation.record, speculation._step
+    assert not record.switch.allows_policy(step, "LB") and record.switch.allows_policy(step, "LA")
+    assert record.switch.allows(step, 3), "one policy's losses switch nobody else off"
+    lost, won = (record.report().figures(adapter=name) for name in ("LB", "LA"))
+    assert lost["accepted"] == 0.0 and won["accepted"] == 1.0
+    assert lost["drafting"] < 0.5 < won["drafting"]
+    for (name, start), group in zip(STARTS.items(), groups, strict=True):
+        if name is not None:
+            ids = group.samples[0].ids.tolist()
+            assert ids == logprobs_of(t_full, folders[name], [*prompt(6, start), *ids])[5:-1].argmax(-1).tolist()
+    engine.check()
+
+
+def test_a_new_group_starts_from_its_policy():
+    estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
+    for number in range(40):
+        estimate.observe("easy", number, [1.0], "near")
+        estimate.observe("hard", number, [0.0], "far")
+    near, far, new = (float(estimate.survival("new", "r", policy)[0]) for policy in ("near", "far", "unseen"))
+    assert far < 0.1 < new < 0.9 < near
+
+
+def test_a_policys_alarm_sounds_before_that_of_all():
+    switch = DraftSwitch(cooldown=10)
+    for step in range(40):
+        if switch.allows_policy(step, "far"):
+            switch.observe_policy(step, "far", 3.0, 0, 4)
+            switch.observe(step, 3.0, 0, 4)
+        switch.observe(step, 4.0, 4, 4)
+        assert switch.allows(step, 1)
+    assert not switch.allows_policy(14, "far") or not switch.allows_policy(20, "far")
+    switch.renew()
+    assert switch.allows_policy(14, "far")

@@ -2,6 +2,8 @@
 
 Owns how a round's choices are keyed: (sample seed, sample id, anchor position, slot, use), so that a
 position drafted again, or a twin with the same seed, never meets the same noise. Ignores the choices.
+Acceptance reads the first word of such a stream. Choices over the vocabulary take that word, 64 bits of it,
+as the seed of plain noise at their position, so that whatever draws tokens draws these.
 A round that never took effect and is run again from the same anchor repeats its noise, as it must.
 
 Shapes: B rows, M chosen rows, V vocabulary.
@@ -9,6 +11,7 @@ Shapes: B rows, M chosen rows, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,21 +37,24 @@ class RoundNoise:
     def exponential(self, rows: Sequence[int], slots: Sequence[int], use: int, vocab_size: int) -> torch.Tensor:
         """float64 [M, V]: exponential values of row `rows[m]` in slot `slots[m]`. The argmax of weight over
         exponential draws an id by its weight, as the argmax of logarithm plus Gumbel noise does."""
+        seeds_M = self._seeds_of(rows, slots, use)
+        positions = [self._anchors[row] + 1 + slot for row, slot in zip(rows, slots, strict=True)]
         if self._host is not None and vocab_size > _SEATING:
-            keys = [self._key(row, slot, use) for row, slot in zip(rows, slots, strict=True)]
-            words_MV = torch.from_numpy(
-                np.stack([self._host.words(key, vocab_size).astype(np.float64) for key in keys])
-            )
+            keys = map(NoiseKey, seeds_M.numpy().view(np.uint64).tolist(), positions)
+            words = [self._host.words(key, vocab_size).astype(np.float64) for key in keys]
+            words_MV = torch.from_numpy(np.stack(words))
         else:
-            words_MV = self._words(rows, slots, use, vocab_size).double()
+            words_MV = device_words(seeds_M, torch.tensor(positions, device=self._device), vocab_size).double()
         return words_MV.add_(0.5).mul_(-WORD_SCALE).log1p_().neg_()
 
     def uniform(self, rows: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
         """float64 [M] in (0, 1): the numbers that acceptance tests compare with."""
         return (self._words(rows, slots, USE_ACCEPT, 1)[:, 0].double() + 0.5) * WORD_SCALE
 
-    def _key(self, row: int, slot: int, use: int) -> NoiseKey:
-        return NoiseKey(self._seeds[row], self._anchors[row], slot, use, self._sample_ids[row])
+    def _seeds_of(self, rows: Sequence[int], slots: Sequence[int], use: int) -> torch.Tensor:
+        """int64 [M]: bits of the uint64 seeds of these choices."""
+        low_M, high_M = self._words(rows, slots, use, 2).unbind(1)
+        return low_M | (high_M << 32)
 
     def _words(self, rows: Sequence[int], slots: Sequence[int], use: int, count: int) -> torch.Tensor:
         def column(values: list[int]) -> torch.Tensor:
@@ -61,3 +67,9 @@ class RoundNoise:
             column([slot | use << 32 for slot in slots]),
             column([self._sample_ids[row] for row in rows]),
         )
+
+
+def noise_id(group_id: str, index: int) -> int:
+    """What tells apart the rejection noise of samples that share a seed: uint64 of their full name."""
+    name = hashlib.blake2b(f"{group_id}/{index}".encode(), digest_size=8)
+    return int.from_bytes(name.digest(), "little")

@@ -14,7 +14,6 @@ Shapes: B rows, G drafts, V vocabulary, T tokens.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, StepPlan, spend, windows
 from engine.dspark.record import Record
-from engine.dspark.round_noise import RoundNoise
+from engine.dspark.round_noise import RoundNoise, noise_id
 from engine.dspark.scaling import SurvivalScaling
 from engine.dspark.survival import LaggedSurvivals
 from engine.memory.transfer import send
@@ -408,12 +407,6 @@ class Speculation:
         self.faulty = None
         self._lagged = LaggedSurvivals()
         self.record.new_drafter()
-
-
-def noise_id(group_id: str, index: int) -> int:
-    """What tells apart the rejection noise of samples that share a seed: uint64 of their full name."""
-    name = hashlib.blake2b(f"{group_id}/{index}".encode(), digest_size=8)
-    return int.from_bytes(name.digest(), "little")
 
 
 def _distinct_tokens(samples: list[Sample]) -> float:

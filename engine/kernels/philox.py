@@ -27,10 +27,21 @@ _ROUNDS = tl.constexpr(ROUNDS)
 @triton.jit
 def philox_blocks(seed, position, blocks_N):
     """The four uint64 words of each block: `seed` uint64, `position` an integer, `blocks_N` counts from 0."""
-    c0 = blocks_N.to(tl.uint64) + 1
-    c1 = position.to(tl.uint64)
     zero = blocks_N.to(tl.uint64) * 0
-    c2, c3 = zero, zero
+    return _rounds(seed, blocks_N.to(tl.uint64) + 1, position.to(tl.uint64), zero, zero)
+
+
+@triton.jit
+def round_word(seed, anchor, lanes_N, sample_id):
+    """The first uint64 word of a rejection round's streams: `lanes_N` uint64 is slot | use << 32; `seed` and
+    `sample_id` are uint64."""
+    zero = lanes_N * 0
+    return _rounds(seed, zero + 1, anchor.to(tl.uint64), lanes_N, zero + sample_id)[0]
+
+
+@triton.jit
+def _rounds(seed, c0, c1, c2, c3):
+    zero = c0 * 0
     k0 = seed
     k1 = seed * 0
     for _ in tl.static_range(_ROUNDS):

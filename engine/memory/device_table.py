@@ -44,6 +44,8 @@ class RowState:
     definition: int
     stop_ids: tuple[int, ...]
     row: RowSampling
+    sample_id: int = 0
+    """Tells apart the rejection noise of samples that share a seed."""
 
 
 class DeviceTable:
@@ -69,6 +71,7 @@ class DeviceTable:
         self.max_new_S = column(torch.int32)
         self.finished_S = column(torch.int32, fill=STOPPED)
         self.seed_S = column(torch.int64)
+        self.sample_id_S = column(torch.int64)
         self.temperature_S = column(torch.float64, fill=1)
         self.top_k_S = column(torch.int32)
         self.top_p_S = column(torch.float64, fill=1)
@@ -99,6 +102,7 @@ class DeviceTable:
             (self.max_new_S, np.array([row.max_new for row in rows], dtype=np.int32)),
             (self.finished_S, np.zeros(len(rows), dtype=np.int32)),
             (self.seed_S, seeds),
+            (self.sample_id_S, np.array([row.sample_id for row in rows], dtype=np.uint64).view(np.int64)),
             (self.temperature_S, np.array([row.temperature for row in rows], dtype=np.float64)),
             (self.top_k_S, np.array([row.top_k for row in rows], dtype=np.int32)),
             (self.top_p_S, np.array([row.top_p for row in rows], dtype=np.float64)),

@@ -19,10 +19,11 @@ from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.block_model import SharedEnds
 from engine.dspark.planner import spend
 from engine.dspark.speculation import Speculation
-from engine.kernels.round_commit import Drafted, commit_rounds, record_width
+from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
+from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
 from engine.kernels.row_columns import drawn_at, empty_columns, gather_columns
-from engine.kernels.sample_columns import SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import EditColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool, pack
@@ -102,6 +103,21 @@ class RoundInputs:
         return self.message[4 * self.rows + 1 + self.rows * self.drafts :].view(self.rows, -1)
 
 
+@dataclass(slots=True)
+class RoundScratch:
+    """What rounds of all tiers take turns in: sized for the largest. `residual_BV` is there for rejection."""
+
+    sampling: SampleWorkspace
+    residual_BV: torch.Tensor | None
+
+    @staticmethod
+    def empty(parts: RoundParts, rows: int, verify: int, device: torch.device) -> RoundScratch:
+        residual_BV = None
+        if parts.speculation.config.rule == "rejection":
+            residual_BV = torch.zeros(rows, parts.vocab_size, dtype=torch.float32, device=device)
+        return RoundScratch(SampleWorkspace.empty(max(rows, verify), parts.vocab_size, device), residual_BV)
+
+
 class RoundLaunches:
     """Calling it enqueues one round; `record_BF` then tells of it."""
 
@@ -112,7 +128,7 @@ class RoundLaunches:
         inputs: RoundInputs,
         verify: int,
         modes: RoundModes,
-        workspace: SampleWorkspace,
+        scratch: RoundScratch,
     ) -> None:
         device, rows = parts.pool.device, inputs.rows
 
@@ -121,7 +137,7 @@ class RoundLaunches:
 
         self.inputs = inputs
         self.record_BF = torch.zeros(rows, record_width(parts.drafts), dtype=torch.int32, device=device)
-        self._parts, self._table, self._modes, self._workspace = parts, table, modes, workspace
+        self._parts, self._table, self._modes, self._workspace = parts, table, modes, scratch.sampling
         self._edits = table.edits.columns if modes.step.edits and table.edits is not None else None
         self._window_B, self._anchor_ids_B, self._anchors_B = (
             column(torch.int32, -1),
@@ -131,10 +147,14 @@ class RoundLaunches:
         self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
         self._drafter = None
         if parts.draft_attention is not None:
-            self._drafter = _BlockRound(parts, table, inputs, modes, workspace, self._edits)
+            self._drafter = _BlockRound(parts, table, inputs, modes, scratch.sampling, self._edits)
         self._verify = VerifyRows.empty(verify, rows, device)
         self._columns = empty_columns(verify, device, self._edits)
         self._drawn = SampleOut.empty(verify, device, entropy=modes.step.columns)
+        self._judge: JudgeBuffers | None = None
+        if modes.rule == "rejection":
+            assert scratch.residual_BV is not None
+            self._judge = JudgeBuffers.empty(rows, verify, empty_columns(rows, device), scratch.residual_BV)
         self._plan = parts.backend.plan_round_buffers(
             inputs.page_tables_BP, self._verify.seq_lens_B, self._verify.starts_B1, 1 + parts.drafts, parts.pool
         )
@@ -182,8 +202,23 @@ class RoundLaunches:
         step = self._modes.step
         every = step.columns
         sample_rows(logits_RV, self._columns, self._drawn, self._workspace, truncated=step.truncated, every=every)
+        draw = None if drafter is None else drafter.draw
         drafted = Drafted(self._drafts_BG, self._window_B, keep_B, confidence_BG, survival_BG)
-        commit_rounds(self._table, rows, drafted, self._drawn, self.record_BF)
+        drafted.log_q_BG = None if draw is None else draw.log_q_BG
+        judged = self.judge(logits_RV, keep_B, draw)
+        commit_rounds(self._table, rows, drafted, self._drawn, self.record_BF, judged)
+
+    def judge(self, logits_RV: torch.Tensor, keep_B: torch.Tensor, draw: DraftDraw | None) -> Judged | None:
+        """Rejection's verdict, with the tokens to take in the place of the target's own; None where those are
+        taken while drafts equal them."""
+        out, rows, truncated = self._judge, self._verify, self._modes.step.truncated
+        if out is None:
+            return None
+        given = (logits_RV, rows, self._columns, self._drawn, self._workspace)
+        judge_rows(self._table, *given, self._anchors_B, self._drafts_BG, keep_B, draw, out, truncated)
+        sample_rows(out.residual_BV, out.columns, out.emitted, self._workspace, truncated=False, every=False)
+        settle_rows(*given, self._drafts_BG, keep_B, out)
+        return Judged(out.accepted_B, out.chance_R)
 
     def _lengths(self, survival_BG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts of each row that are verified, and those that may be kept, int32 [B]."""
@@ -213,16 +248,27 @@ class _BlockRound:
     """A block drafter's part of a round."""
 
     def __init__(
-        self, parts: RoundParts, table: DeviceTable, inputs: RoundInputs, modes: RoundModes, workspace, edits
+        self,
+        parts: RoundParts,
+        table: DeviceTable,
+        inputs: RoundInputs,
+        modes: RoundModes,
+        workspace: SampleWorkspace,
+        edits: EditColumns | None,
     ) -> None:
         drafter = parts.speculation.drafter
         assert isinstance(drafter, BlockDrafter) and parts.draft_attention is not None
         device, rows, size = parts.pool.device, inputs.rows, parts.limits.block
         self.block = BlockRows.empty(rows, size, device)
         self._parts, self._table, self._inputs, self._drafter = parts, table, inputs, drafter
-        self._truncated, self._workspace = modes.step.truncated, workspace
+        self._modes, self._workspace = modes, workspace
+        self.draw: DraftDraw | None = None
+        """What the drafts of rejection were drawn from; it lives as long as the graph's pool leaves it."""
         self._columns = empty_columns(rows, device, edits)
-        self._drawn = [SampleOut.empty(rows, device) for _ in range(drafter.traits.max_drafts)]
+        slots = drafter.traits.max_drafts
+        self._drawn = [SampleOut.empty(rows, device) for _ in range(slots)]
+        self._seeds_GB = torch.zeros(slots, rows, dtype=torch.int64, device=device)
+        self._cuts_GB2 = torch.zeros(slots, rows, 2, dtype=torch.float64, device=device)
         self._starts_B1 = torch.arange(rows + 1, dtype=torch.int32, device=device) * size
         self._plan = parts.draft_attention.plan_round_buffers(
             inputs.page_tables_BP, self.block.seq_lens_B, self._starts_B1, size, drafter.pool, at_end=True
@@ -251,13 +297,22 @@ class _BlockRound:
         hidden_BGD = drafter.model.hidden(anchor_ids_B, positions_B, self._ends, attend)
         slots_B = torch.where(window_B > 0, self._inputs.slots_B, -1)
         columns = gather_columns(self._table, slots_B, anchors_B, self._columns)
+        truncated, rejects = self._modes.step.truncated, self._modes.rule == "rejection"
+        if rejects:
+            draft_seeds(self._table, slots_B, anchors_B, self._seeds_GB)
 
         def pick(slot: int, logits_BV: torch.Tensor) -> torch.Tensor:
-            at = drawn_at(columns, anchors_B + (1 + slot), columns.seed_S)
-            return sample_rows(
-                logits_BV, at, self._drawn[slot], self._workspace, truncated=self._truncated, every=False
-            ).ids_B
+            seeds_B = self._seeds_GB[slot] if rejects else columns.seed_S
+            at, drawn = drawn_at(columns, anchors_B + (1 + slot), seeds_B), self._drawn[slot]
+            sample_rows(logits_BV, at, drawn, self._workspace, truncated=truncated, every=False)
+            if rejects and truncated:
+                self._cuts_GB2[slot].copy_(self._workspace.record_BR[: len(slots_B), :2])
+            return drawn.ids_B
 
-        ids_BG, _, confidence_BG = drafter.model.draw(hidden_BGD, anchor_ids_B, self._ends, pick)
-        out_BG.copy_(ids_BG[:, : out_BG.shape[1]])
-        return None if confidence_BG is None else confidence_BG[:, : out_BG.shape[1]].contiguous()
+        count = out_BG.shape[1]
+        ids_BG, logits_BGV, confidence_BG = drafter.model.draw(hidden_BGD, anchor_ids_B, self._ends, pick)
+        out_BG.copy_(ids_BG[:, :count])
+        if rejects:
+            log_q_BG = torch.stack([drawn.processed_B for drawn in self._drawn[:count]], dim=1)
+            self.draw = DraftDraw(logits_BGV, log_q_BG, self._cuts_GB2 if truncated else None)
+        return None if confidence_BG is None else confidence_BG[:, :count].contiguous()

@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 def round_parts(parts: Parts, speculation: Speculation, runner: FusedRunner) -> RoundParts | None:
     """None for a drafter that is neither a block drafter nor known before its round."""
     drafter, spec, pool = speculation.drafter, parts.model.spec, parts.pages.pool
-    traits, rule = drafter.traits, speculation.config.rule
+    traits = drafter.traits
     attention = None
     mask_id = 0
     if isinstance(drafter, BlockDrafter):
         attention = TritonAttention(drafter.model.spec.backbone)
         mask_id = drafter.model.spec.mask_id
     elif not traits.foreseen:
-        return None
-    if rule != "coupled":
         return None
     draft_context = min(traits.context_len, speculation.config.max_context or traits.context_len)
     limits = RoundLimits(

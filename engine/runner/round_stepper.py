@@ -17,14 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.sample_columns import SampleWorkspace
 from engine.memory.device_table import DeviceTable
 from engine.memory.request_table import RequestTable
 from engine.memory.transfer import staged
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.graph_pool import GraphPool
-from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts
+from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
 
@@ -70,7 +69,7 @@ class RoundStepper:
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
-        self._workspace: SampleWorkspace | None = None
+        self._scratch: RoundScratch | None = None
 
     def tier(self, verify: int) -> int:
         """Verify rows of the graph that holds these."""
@@ -84,7 +83,7 @@ class RoundStepper:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
         self._inputs.clear()
-        self._workspace = None
+        self._scratch = None
         self._graphs.forget()
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
@@ -96,7 +95,7 @@ class RoundStepper:
         records = []
         for _ in range(plan.rounds):
             captured.replay()
-            records.append(to_host(captured.launches.record_BF[:rows]))
+            records.append(to_host(captured.launches.record_BF[:rows].clone()))
         self._counters.graph_rows += rows * plan.rounds
         self._counters.graph_padded_rows += tier * plan.rounds
         self._counters.graph_eager_steps += 0 if captured.graphed else plan.rounds
@@ -125,16 +124,15 @@ class RoundStepper:
             del self._captured[key]
 
     def _capture(self, tier: int, verify: int, modes: RoundModes) -> CapturedRound:
-        if self._workspace is None:
-            # The largest tier's: those of others lie inside it.
-            most = max(self.verify_tiers[-1], self._row_tiers[-1])
-            self._workspace = SampleWorkspace.empty(most, self._parts.vocab_size, self._table.device)
+        if self._scratch is None:
+            most = self._row_tiers[-1], self.verify_tiers[-1]
+            self._scratch = RoundScratch.empty(self._parts, *most, self._table.device)
         inputs = self._inputs.get(tier)
         if inputs is None:
             columns = self._requests.pages_SP.shape[1]
             inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, self._table.device)
         inputs.message[:tier] = -1
-        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._workspace)
+        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch)
         replay = self._graphs.record(launches, f"rounds of {tier} rows and {verify} verify rows")
         self._counters.graph_captures += 1
         return CapturedRound(replay or launches, replay is not None, launches)

@@ -5,6 +5,7 @@ Owns that translation. Ignores when samples are handed over (`engine.scheduler.o
 
 from __future__ import annotations
 
+from engine.dspark.round_noise import noise_id
 from engine.memory.device_table import DEFINITIONS, DeviceTable, RowState
 from engine.request import Sample
 
@@ -31,4 +32,5 @@ def row_state(sample: Sample) -> RowState:
         definition=DEFINITIONS.index(sample.row.want.logprobs),
         stop_ids=tuple(sorted(sample.row.stop_ids)),
         row=sample.row,
+        sample_id=noise_id(sample.group.request.group_id, sample.index),
     )

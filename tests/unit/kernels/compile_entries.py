@@ -31,6 +31,7 @@ from engine.kernels.prefix_attention import prefix_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
+from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
@@ -121,7 +122,17 @@ def rounds(capability: int) -> None:
     drafted = Drafted(drafts, slots, slots, *((part, part, part) if block else (None, None, None)))
     judged = Judged(slots, torch.zeros(16)) if block else None
     record = torch.zeros(2, record_width(8), dtype=torch.int32)
-    commit_rounds(table, rows, drafted, SampleOut.empty(16, "cpu"), record, judged)
+    drawn, columns = SampleOut.empty(16, "cpu"), empty_columns(16, device)
+    commit_rounds(table, rows, drafted, drawn, record, judged)
+    draft_seeds(table, slots, long, torch.zeros(8, 2, dtype=torch.int64))
+    logits, workspace = torch.zeros(16, 4096, dtype=BF16), SampleWorkspace.empty(16, 4096, device)
+    draw = None
+    if capability != 80:
+        cuts = torch.zeros(8, 2, 2, dtype=torch.float64) if block else None
+        draw = DraftDraw(torch.zeros(2, 8, 4096, dtype=BF16), part, cuts)
+    out = JudgeBuffers.empty(2, 16, empty_columns(2, device), torch.zeros(2, 4096))
+    judge_rows(table, logits, rows, columns, drawn, workspace, long, drafts, slots, draw, out, block > 0)
+    settle_rows(logits, rows, columns, drawn, workspace, drafts, slots, out)
 
 
 def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:

@@ -1,45 +1,114 @@
-"""Rounds of speculation on the device end to end, interpreted: same tokens as plain decoding."""
+"""Rounds of speculation on the device end to end, interpreted: the serial loop's tokens, and plain ones where
+the rule promises them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from engine import Want
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.served import dspark, save_random
 
+slow = pytest.mark.slow
+REPEATED = np.tile(prompt(4, 30), 3)
+
 
 def device_engine(folder, drafter, **fields):
-    settings = dspark(drafter, **fields.pop("dspark", {}))
     return make_engine(
-        folder, page_size=4, burst=3, attention="triton", loop="overlapped", max_running=4, dspark=settings, **fields
+        folder,
+        page_size=4,
+        burst=3,
+        attention="triton",
+        loop="overlapped",
+        max_running=4,
+        dspark=dspark(drafter, **fields),
     )
 
 
-def work():
+def work(most: int):
+    stops = list(range(0, 512, 20))
     return [
-        ask("greedy", prompt(9), max_new=7),
-        ask("group", prompt(10), n=2, max_new=5, temperature=1.0, seed=3),
-        ask("stop", prompt(3, 40), max_new=6, temperature=0.7, top_k=5, seed=4, stop_ids=list(range(0, 512, 20))),
+        ask("greedy", prompt(9), max_new=most),
+        ask("group", prompt(10), n=2, max_new=most, temperature=1.0, seed=3),
+        ask("cut", prompt(3, 40), max_new=most, temperature=0.7, top_k=5, top_p=0.9, seed=4, stop_ids=stops),
+        ask("edited", REPEATED, max_new=most, temperature=1.2, seed=5, logit_bias={7: 3.0}, min_new=3, stop_ids=stops),
     ]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(least=1, mode="compact"),
-        *(pytest.param(dict(mode=m), marks=pytest.mark.slow) for m in ("static", "cap_accept")),
-    ],
-)
-def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, fields):
-    engine = device_engine(t_full, save_random(tmp_path / "d0"), dspark=fields)
-    plain = make_engine(t_full, page_size=4)
-    for one, other in zip(engine.generate(work()), plain.generate(work()), strict=True):
+def assert_same(device, expected) -> None:
+    for one, other in zip(device, expected, strict=True):
         for a, b in zip(one.samples, other.samples, strict=True):
             assert a.ids.tolist() == b.ids.tolist(), one.group_id
             assert a.finish == b.finish
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+            for name, column in b.extra_logprobs.items():
+                np.testing.assert_allclose(a.extra_logprobs[name], column, atol=1e-4)
+            if b.entropy is not None:
+                np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "mode"),
+    [
+        pytest.param("block", "compact", marks=slow),
+        pytest.param("block", "static", marks=slow),
+        pytest.param("block", "cap_accept", marks=slow),
+        pytest.param("ngram", "static", marks=slow),
+    ],
+)
+def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, drafter, mode):
+    folder = save_random(tmp_path / "d0") if drafter == "block" else drafter
+    engine = device_engine(t_full, folder, mode=mode, least=1)
+    assert_same(engine.generate(work(6)), make_engine(t_full, page_size=4).generate(work(6)))
     engine.check()
     counters = engine.draft_counters()
     assert engine.counters.device_rounds > 2 and engine.counters.serial_rounds == 0
     assert counters["draft_verified"] > 3
+
+
+def rejecting(folder, drafter, requests, **fields):
+    """A device engine and a serial one that verify the same drafts: whole windows in every round."""
+    replies = []
+    for engine in (
+        device_engine(folder, drafter, rule="rejection", **fields),
+        make_engine(folder, page_size=4, dspark=dspark(drafter, rule="rejection", **fields)),
+    ):
+        replies.append((engine.generate(requests()), engine))
+    (device, engine), (serial, other) = replies
+    assert_same(device, serial)
+    engine.check()
+    assert engine.counters.device_rounds > 1 and engine.counters.serial_rounds == 0
+    mine, theirs = engine.draft_counters(), other.draft_counters()
+    for name in ("verified", "accepted", "emitted", "steps"):
+        assert mine[f"draft_{name}"] == theirs[f"draft_{name}"], name
+    return mine
+
+
+def test_rejection_on_the_device_is_that_of_the_serial_loop(t_full, tmp_path):
+    """Drafts, verdicts, replacements and log-probabilities alike, as both key their noise alike."""
+
+    def requests():
+        return [ask("a", prompt(6), max_new=5, temperature=1.0, seed=3)]
+
+    assert rejecting(t_full, save_random(tmp_path / "d0"), requests)["draft_verified"] > 3
+
+
+@slow
+@pytest.mark.parametrize("drafter", ["block", "ngram"])
+def test_rejection_of_rows_that_ask_for_more(t_full, tmp_path, drafter):
+    def requests():
+        every = Want(logprobs="temperature", extra_logprobs=["raw", "processed"], entropy=True)
+        return [*work(5), ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
+
+    folder = save_random(tmp_path / "d0") if drafter == "block" else drafter
+    assert rejecting(t_full, folder, requests)["draft_verified"] > 5
+
+
+@slow
+def test_rows_with_penalties_are_the_serial_loops(t_full, tmp_path):
+    requests = [*work(4), ask("penal", prompt(5), max_new=4, temperature=1.0, seed=1, frequency_penalty=0.7)]
+    engine = device_engine(t_full, save_random(tmp_path / "d0"))
+    assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
+    assert engine.counters.serial_rounds > 0
+    engine.check()

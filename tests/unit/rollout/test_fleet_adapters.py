@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from engine.engine import Engine
 from engine.errors import Conflict, InvalidRequest, NotFound, SparkrollError, TooLarge, Unsupported
 from engine.types import AdapterRef, ScoreRequest
+from lora.config import AdapterConfig
 from rollout.actors.engine_host import EngineHost
 from rollout.adapter_source import AdapterSources, read_adapter
 from rollout.protocol import AdapterSource, GenerateCall, SampleEnd
@@ -249,6 +250,71 @@ def test_base_and_adapter_change_in_one_transaction(t_full, w1, folders, tmp_pat
             assert await served.held() == [[("pol", staged.adapter.rev, 0)]] * 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("versions", [16, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_publishing_without_end_under_load_mislabels_no_token_and_leaves_nothing(t_full, folders, tmp_path, versions):
+    """Every token is the one its span's revision says after what came before; a sample that finishes on what it
+    began with equals a run of that revision alone."""
+    sources, given = [source("pol", folders[name]) for name in ("LA", "LB")], ["LA", "LB"]
+    choices, prompts = ("finish", "reprefill", "keep_kv"), [prompt(8), prompt(15, 90)]
+    whole = {(name, i): greedy_of(t_full, folders[name], ids, 16) for name in given for i, ids in enumerate(prompts)}
+    done: list = []
+
+    async def ask(served, number: int) -> None:
+        place = number % len(prompts)
+        on_publish = choices[number % 3]
+        (sample,) = await served.ask("pol", f"g{number}", ids=prompts[place], max_new=16, on_publish=on_publish)
+        done.append((place, on_publish, sample))
+
+    async def run() -> None:
+        async with fleet(t_full, tmp_path, adapters=AdapterConfig(max_resident=3, device_mib=8, host_mib=16)) as served:
+            await served.router.update_adapter(sources[0])
+            load: set[asyncio.Task] = set()
+            for number in range(1, versions):
+                load |= {asyncio.create_task(ask(served, 2 * number + extra)) for extra in range(2)}
+                report = await served.router.update_adapter(sources[number % 2])
+                assert report.adapter.rev == number + 1 and report.fenced == []
+                load = {task for task in load if not task.done() or task.result() is not None}
+                if len(load) > 40:
+                    await asyncio.wait(load)
+            await asyncio.gather(*load)
+
+            async def clean() -> bool:
+                return await served.held() == [[("pol", versions, 0)]] * 2
+
+            await until(clean)
+            for host in served.hosts:
+                resident, stats = await host._thread.call(_left)
+                assert resident <= 1 and stats.roots < 300
+            assert not served.adapters._holds and len(list((tmp_path / "adapters").iterdir())) == 1
+            assert served.membership.adapters == {("pol", versions)}
+
+    asyncio.run(run())
+    assert len(done) == 2 * (versions - 1)
+    moved = 0
+    for place, on_publish, sample in done:
+        name = given[(sample.spans[0].adapter_rev - 1) % 2]
+        if on_publish == "finish":
+            assert len({span.adapter_rev for span in sample.spans}) == 1
+            assert sample.ids.tolist() == whole[name, place]
+            continue
+        moved += len(sample.spans) > 1
+        end = sample.spans[0].end
+        assert sample.ids[:end].tolist() == whole[name, place][:end]
+        start = len(prompts[place])
+        for span in sample.spans[1:]:
+            assert on_publish == "keep_kv" or not span.mixed_kv
+            if not span.mixed_kv:
+                folder = folders[given[(span.adapter_rev - 1) % 2]]
+                wanted = logprobs_of(t_full, folder, [*prompts[place], *sample.ids[: span.end]]).argmax(-1)
+                assert sample.ids[span.start : span.end].tolist() == wanted[start + span.start - 1 : -1].tolist()
+    assert moved > 0, "nobody was under way when a revision came"
+
+
+def _left(engine: Engine):
+    engine.check()
+    return len(engine.adapters.residency.resident), engine._parts.cache.stats()
 
 
 def test_a_transaction_that_falls_silent_takes_its_adapter_along(t_full, w1, folders, tmp_path):

@@ -246,8 +246,9 @@ class Adapters:
         """A step to be captured, of rows of the base until it is filled."""
         from lora.kernel_step import KernelStep
 
-        slots_T = np.full(rows, BASE, dtype=np.int64)
-        return KernelStep(self.residency.pool, slots_T, self._deterministic, variant)
+        step = KernelStep(self.residency.pool, np.full(rows, BASE, dtype=np.int64), self._deterministic, variant)
+        assert step.tiles.num_tiles == variant.tiles, "tables are filled before anything is captured"
+        return step
 
     @property
     def residency(self) -> Residency:

@@ -74,7 +74,8 @@ class KernelStep:
 
     @property
     def tiles(self) -> Tiles:
-        """Every row, those of the base first. Made when a site first needs them."""
+        """Every row, those of the base first. Made when a site first needs them, so that a step which needs none
+        costs nothing; a step that will be captured asks for them before."""
         if self._tiles is None:
             self._tiles = Tiles(len(self.slots_T), self.variant.tiles, self.variant.block, self.pool.device)
             self._tiles.fill(Segments.of(self.slots_T, with_base=True))

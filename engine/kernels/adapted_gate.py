@@ -55,7 +55,7 @@ def adapted_gate_reference(
     inner_TI = silu_and_mul_reference(gate_up_T2I)
     if next_site is None:
         return inner_TI, None
-    h_11AR = torch.zeros(1, 1, len(inner_TI), step.variant.rank)
+    h_11AR = torch.zeros(1, 1, len(inner_TI), step.variant.rank, device=inner_TI.device)
     lora_shrink_reference(step.pool, next_site, inner_TI, step.tiles, h_11AR)
     return inner_TI, Adapted(next_site, h_11AR)
 

@@ -65,7 +65,7 @@ def adapted_sum_reference(
     squares_T1 = residual_TD.float().square().sum(1, keepdim=True)
     if next_site is None:
         return Stream(x_TD, squares_T1, None)
-    h_1GAR = torch.zeros(1, len(step.pool.geometry.widths(next_site)), len(x_TD), step.variant.rank)
+    h_1GAR = torch.zeros(1, len(step.pool.geometry.widths(next_site)), len(x_TD), step.variant.rank, device=x_TD.device)
     lora_shrink_reference(step.pool, next_site, x_TD, step.tiles, h_1GAR)
     return Stream(x_TD, squares_T1, Adapted(next_site, h_1GAR))
 

@@ -147,6 +147,8 @@ class PrefillGraphs:
     def _capture(self, tier: int, adapters: KernelStep | None) -> CapturedChunk | None:
         """None where it cannot be captured."""
         device, spec = self._pool.device, self._spec
+        if adapters is not None:
+            assert adapters.tiles.num_tiles == adapters.variant.tiles, "tables are filled before the capture"
 
         def padding(value: int) -> torch.Tensor:
             return torch.full((tier,), value, dtype=torch.int64, device=device)

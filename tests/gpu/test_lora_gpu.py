@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.adapted_gate import adapted_gate, adapted_gate_reference
+from engine.kernels.adapted_rope import Rotation, adapted_rope, adapted_rope_reference
+from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_reference
+from engine.kernels.rope_kv_write import QKNorm, QKVShape
 from engine.types import AdapterRef, GroupRequest, SamplingParams
 from lora.device_pool import DevicePool
+from lora.geometry import Geometry
 from lora.kernel_step import KernelStep
 from lora.packing import pack
 from lora.step import LoopStep
@@ -94,30 +99,186 @@ def test_memory_is_overwritten_only_behind_its_readers():
     assert not torch.equal(other, expected)
 
 
-def test_an_engine_equals_the_cpus(tmp_path):
-    """Base and two policies in one batch, before, while and after anybody has an adapter."""
+def fused_pool() -> tuple[DevicePool, Geometry]:
+    """A layer of heads of 64 and a following one, with ranks of all widths that ride along, and a bias."""
+    where = geometry(2, hidden=512, heads=512, kv=128, inner=768)
+    chosen = [(16, False), (8, True), (64, False), (16, False)]
+    packed = [
+        pack(weights(all_linear(where, rank), where, seed, bias=bias), where, torch.bfloat16, pinned=True)
+        for seed, (rank, bias) in enumerate(chosen)
+    ]
+    pool = DevicePool(where, torch.bfloat16, torch.device("cuda"), sum(p.num_bytes + 512 for p in packed), len(packed))
+    assert sorted(pool.load(p) for p in packed) == [1, 2, 3, 4]
+    return pool, where
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, most: float = 1e-2) -> None:
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) <= most, f"relative error {float(error):.2e}"
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 4), (0, 1, 2, 3, 4)], ids=["one rank", "any rank"])
+def test_what_lies_between_products_equals_its_references(slots):
+    """Sum, gate, and rotation of adapted rows and others, in the order in which a layer has them."""
+    torch.manual_seed(0)
+    (pool, _), rows = fused_pool(), 100
+    step = KernelStep(pool, np.random.default_rng(0).choice(slots, rows))
+    residual, y, weight = noise(rows, 512), noise(rows, 512), noise(512)
+    before = Adapted(2, step.shrunk(2, noise(rows, 512)).clone())
+    kept, expected_residual = residual.clone(), residual.clone()
+    stream = adapted_sum(step, y, before, kept, weight, 3)
+    expected = adapted_sum_reference(step, y, before, expected_residual, weight, 3)
+    close(kept, expected_residual)
+    close(stream.x_TD, expected.x_TD)
+    assert stream.adapted is not None and expected.adapted is not None
+    gates, gate_up = Adapted(3, stream.adapted.h_PGAR.clone()), noise(rows, 2 * 768)
+    norm = stream.squares_TP, 512, 1e-6
+    inner, down = adapted_gate(step, gates, gate_up, *norm, next_site=4)
+    expected_inner, expected_down = adapted_gate_reference(step, gates, gate_up, *norm, 4)
+    close(inner, expected_inner)
+    assert down is not None and expected_down is not None
+    for actual, wanted in ((gates, expected.adapted), (down, expected_down)):
+        for slot, start, count in step.tiles.tiles_N3.tolist():
+            rank, entries = pool.layout(slot, actual.site).rank, slice(start, start + count)
+            if count and rank:
+                one, other = (h.h_PGAR.sum(0)[:, entries, :rank] for h in (actual, wanted))
+                close(one, other, 2e-2)
+    following = adapted_sum(step, y, Adapted(4, down.h_PGAR.clone()), kept, weight, 5)
+    assert following.adapted is not None
+    queries, qkv, table = Adapted(5, following.adapted.h_PGAR.clone()), noise(rows, 768), noise(rows + 8, 64)
+    places, results = torch.arange(rows, device="cuda"), []
+    for run in (adapted_rope, adapted_rope_reference):
+        rotation = Rotation(table, table, places + 5, places, torch.zeros(rows, 4, 64, device="cuda").bfloat16())
+        head = QKNorm(weight[:64].contiguous(), weight[64:128].contiguous(), 1e-6)
+        shape = QKVShape(8, 2, 64)
+        q = run(step, queries, qkv.clone(), qkv[0].clone(), following.squares_TP, 512, 1e-6, shape, head, rotation)
+        results.append((q, rotation.kv_S2KH))
+    close(results[0][0], results[1][0])
+    close(results[0][1], results[1][1])
+
+
+def adapted_engine(folder, ranks=(("a", 4), ("b", 20)), ends: bool = False, **fields):
+    """An engine with random policies; with `ends` they adapt the embedding and the head too."""
+    engine = make_engine(folder, **fields)
+    where = engine._parts.model.adapter_sites
+    for name, rank in ranks:
+        modules = dict.fromkeys(where.places, rank) if ends else all_linear(where, rank)
+        given = tensors(modules, where, rank)
+        scaled = {key: value * 0.5 / value.shape[-1] ** 0.5 for key, value in given.items()}
+        engine.adapters.register(name, {"r": rank, "lora_alpha": rank}, scaled)
+    return engine
+
+
+def asked(names, n: int = 2, max_new: int = 12) -> list[GroupRequest]:
+    return [
+        GroupRequest(
+            group_id=str(number),
+            prompt_ids=prompt(7 + number),
+            n=n,
+            sampling=SamplingParams(max_new=max_new, seed=number),
+            adapter=None if name is None else AdapterRef(name=name),
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["linear", "all ends"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+def test_an_engine_equals_the_cpus(tmp_path, ends, deterministic):
+    """Base and two policies in one batch, before, while and after anybody has an adapter, in captured steps."""
     folder = save_tiny(tmp_path, seed=0)
-    engines = [make_engine(folder, device=device, dtype="float32") for device in ("cpu", "cuda")]
-    where = engines[0]._parts.model.adapter_sites
-    for engine in engines:
-        for name, rank in (("a", 4), ("b", 20)):
-            given = tensors(all_linear(where, rank), where, rank)
-            scaled = {key: value * 0.5 / value.shape[-1] ** 0.5 for key, value in given.items()}
-            engine.adapters.register(name, {"r": rank, "lora_alpha": rank}, scaled)
+    fields = dict(ends=ends, dtype="float32", deterministic=deterministic)
+    on_cpu, on_gpu = (adapted_engine(folder, device=device, **fields) for device in ("cpu", "cuda"))
+    serial = on_gpu._loop._serial
+    serial.step = lambda: pytest.fail("steps with adapters run ahead like all others")
     for names in ((None, None), (None, "a", "b", "a"), (None, None)):
-        asked = [
-            GroupRequest(
-                group_id=str(number),
-                prompt_ids=prompt(7 + number),
-                n=2,
-                sampling=SamplingParams(max_new=12, seed=number),
-                adapter=None if name is None else AdapterRef(name=name),
-            )
-            for number, name in enumerate(names)
-        ]
-        on_cpu, on_gpu = (engine.generate(asked) for engine in engines)
-        for one, other in zip(on_cpu, on_gpu, strict=True):
+        for one, other in zip(on_cpu.generate(asked(names)), on_gpu.generate(asked(names)), strict=True):
             for a, b in zip(one.samples, other.samples, strict=True):
                 assert a.ids.tolist() == b.ids.tolist(), one.group_id
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-3)
-        engines[1].check()
+        on_gpu.check()
+    assert on_gpu.counters.graph_eager_steps == 0
+    variants = {variant for _, _, _, variant in on_gpu._loop._stepper._captured}
+    assert None in variants and len(variants) > 1
+
+
+def test_deterministic_rows_keep_every_bit(tmp_path):
+    """A row of any policy has the bits of its solo run; one of the base those of an engine without any adapter."""
+    folder = save_tiny(tmp_path, seed=0)
+    fields = dict(device="cuda", dtype="bfloat16", deterministic=True)
+    engine = adapted_engine(folder, **fields)
+    together = engine.generate(asked((None, "a", "b", None, "a")))
+    for request, reply in zip(asked((None, "a", "b", None, "a")), together, strict=True):
+        engine.flush()
+        (alone,) = engine.generate([request])
+        for one, other in zip(alone.samples, reply.samples, strict=True):
+            assert one.ids.tolist() == other.ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
+    plain = make_engine(folder, **fields)
+    for number in (0, 3):
+        (reply,) = plain.generate(asked((None,) * 5)[number : number + 1])
+        for one, other in zip(reply.samples, together[number].samples, strict=True):
+            assert one.ids.tolist() == other.ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_a_poisoned_slot_spoils_no_other_row_of_an_engine(tmp_path):
+    """Not even a bit, where rows do not depend on each other's number."""
+    engine = adapted_engine(save_tiny(tmp_path, seed=0), device="cuda", dtype="bfloat16", deterministic=True)
+    names = (None, "a", "b", "a")
+    clean = engine.generate(asked(names))
+    engine.flush()
+    pool = engine.adapters.residency.pool
+    slot = next(version.slot for version in engine.adapters.versions if version.name == "b")
+    for site in range(1, len(pool.geometry.sites) - 1):
+        for factors in pool.factors(slot, site):
+            for factor in factors:
+                factor.fill_(float("nan"))
+    dirty = engine.generate(asked(names))
+    assert {sample.finish for sample in dirty[2].samples} == {"error"}
+    for number in (0, 1, 3):
+        for one, other in zip(clean[number].samples, dirty[number].samples, strict=True):
+            assert one.ids.tolist() == other.ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
+    engine.check()
+
+
+def test_captured_steps_outlive_the_memory_of_adapters(tmp_path):
+    engine = adapted_engine(save_tiny(tmp_path, seed=0), device="cuda", dtype="float32")
+    before = engine.generate(asked(("a", "b")))
+    engine.flush()
+    again = engine.generate(asked(("a", "b")))
+    captures = engine.counters.graph_captures
+    held, released = engine.release_memory(["adapters"])
+    assert held["adapters"] > 0 and released["adapters"] == 0
+    engine.resume_memory(["adapters"])
+    engine.flush()
+    after = engine.generate(asked(("a", "b")))
+    assert engine.counters.graph_captures == captures
+    for replies in (again, after):
+        for one, other in zip(before, replies, strict=True):
+            assert [s.ids.tolist() for s in one.samples] == [s.ids.tolist() for s in other.samples]
+
+
+def test_a_group_reads_its_prefix_together(tmp_path, monkeypatch):
+    """Samples of one policy share their prompt's pages; another policy's of the same prompt do not."""
+    monkeypatch.setattr("engine.attention.decode_metadata.MIN_SAVED_BYTES", 1)
+    engine = adapted_engine(save_tiny(tmp_path, seed=0), device="cuda", dtype="float32")
+    plans, launch = [], engine._loop._stepper.launch
+    engine._loop._stepper.launch = lambda plan: plans.append(plan) or launch(plan)
+    work = [
+        GroupRequest(
+            group_id=name, prompt_ids=prompt(64), n=4, sampling=SamplingParams(max_new=8), adapter=AdapterRef(name=name)
+        )
+        for name in ("a", "b")
+    ]
+    together = engine.generate(work)
+    assert max(len(plan.prefixes) for plan in plans) == 2
+    for plan in plans:
+        for prefix in plan.prefixes:
+            assert len(set(plan.adapters[prefix.start : prefix.end])) == 1
+    for request, reply in zip(work, together, strict=True):
+        engine.flush()
+        (alone,) = engine.generate([request])
+        assert [s.ids.tolist() for s in alone.samples] == [s.ids.tolist() for s in reply.samples]

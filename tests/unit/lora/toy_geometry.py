@@ -12,19 +12,27 @@ from lora.packing import pack
 VOCAB, HIDDEN, HEADS, KV, INNER = 96, 64, 48, 16, 80
 
 
-def geometry(layers: int = 1, rank: int = 0, size: int = 1) -> Geometry:
-    sites = [Site(VOCAB, (Part("model.embed_tokens", HIDDEN),), Kind.EMBEDDING)]
+def geometry(
+    layers: int = 1,
+    rank: int = 0,
+    size: int = 1,
+    hidden: int = HIDDEN,
+    heads: int = HEADS,
+    kv: int = KV,
+    inner: int = INNER,
+) -> Geometry:
+    sites = [Site(VOCAB, (Part("model.embed_tokens", hidden),), Kind.EMBEDDING)]
     for index in range(layers):
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        qkv = Part(f"{attention}.q_proj", HEADS), Part(f"{attention}.k_proj", KV), Part(f"{attention}.v_proj", KV)
-        gates = Part(f"{mlp}.gate_proj", INNER), Part(f"{mlp}.up_proj", INNER)
+        qkv = Part(f"{attention}.q_proj", heads), Part(f"{attention}.k_proj", kv), Part(f"{attention}.v_proj", kv)
+        gates = Part(f"{mlp}.gate_proj", inner), Part(f"{mlp}.up_proj", inner)
         sites += [
-            Site(HIDDEN, qkv, split=Split.OUTPUTS),
-            Site(HEADS, (Part(f"{attention}.o_proj", HIDDEN),), split=Split.INPUTS),
-            Site(HIDDEN, gates, split=Split.OUTPUTS),
-            Site(INNER, (Part(f"{mlp}.down_proj", HIDDEN),), split=Split.INPUTS),
+            Site(hidden, qkv, split=Split.OUTPUTS),
+            Site(heads, (Part(f"{attention}.o_proj", hidden),), split=Split.INPUTS),
+            Site(hidden, gates, split=Split.OUTPUTS),
+            Site(inner, (Part(f"{mlp}.down_proj", hidden),), split=Split.INPUTS),
         ]
-    sites.append(Site(HIDDEN, (Part("lm_head", VOCAB),), Kind.HEAD))
+    sites.append(Site(hidden, (Part("lm_head", VOCAB),), Kind.HEAD))
     return Geometry(tuple(sites), rank, size)
 
 

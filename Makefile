@@ -8,6 +8,9 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 # Modules are compiled when first imported: most never are.
 INSTALL := $(PIP) install -q --no-compile -c constraints.txt
 PYTEST := .venv/bin/python -m pytest
+# On as many cores as there are up to four, a file's tests together and in order: files share what they set up.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow and not gpu"
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo test test-all lint clean
@@ -27,9 +30,11 @@ setup: .venv/.ready
 demo: setup
 	.venv/bin/python -m recipes.grpo --preset demo
 
+# Fleets are processes enough: their tests run by themselves, last.
 test: setup
 	.venv/bin/ruff check .
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(QUICK) $(PARALLEL) --ignore tests/e2e
+	$(PYTEST) $(QUICK) tests/e2e
 
 test-all: setup
 	.venv/bin/ruff check .

@@ -63,7 +63,7 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None
     `progress` is told (tensors done, tensors in all).
     """
     gguf = _import_gguf()
-    reader = gguf.GGUFReader(source)
+    reader = _reader(gguf, source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = _FAMILIES.get(fields["general.architecture"])
     if family is None:
@@ -156,6 +156,21 @@ _FAMILIES = {
 def _shortest(value: float) -> float:
     """The decimal that a float32 from the file stands for."""
     return float(str(np.float32(value)))
+
+
+def _reader(gguf: Any, source: Path) -> Any:
+    """Reads from a plain array: a vocabulary is half a million slices, and those of `np.memmap` are slow."""
+
+    class PlainReader(gguf.GGUFReader):
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = np.asarray(mapped)
+
+    return PlainReader(source)
 
 
 def _import_gguf() -> Any:

@@ -162,19 +162,21 @@ async def pause_update_resume(fleet3, folders, rounds: int, fired: float) -> Non
 
     firing = asyncio.create_task(fire())
     tensors = [state_tensors(folder) for folder in folders]
-    for number in range(rounds):
-        await asyncio.sleep(random.Random(number).uniform(0.02, 0.1))
-        began = time.monotonic()
-        await client.pause("abort", 5)
-        assert time.monotonic() - began < 5
-        quiet = await tokens()
-        await client.update_begin(begin_of(tensors[number % 2], f"g2-{number}", version, version + 1))
-        await client.update_tensors(f"g2-{number}", tensors[number % 2])
-        await client.update_commit(f"g2-{number}")
-        version += 1
-        assert await tokens() == quiet, "no token between pause and resume"
-        await client.resume(version)
-    stop.set()
+    try:
+        for number in range(rounds):
+            await asyncio.sleep(random.Random(number).uniform(0.02, 0.1))
+            began = time.monotonic()
+            await client.pause("abort", 5)
+            assert time.monotonic() - began < 5
+            quiet = await tokens()
+            await client.update_begin(begin_of(tensors[number % 2], f"g2-{number}", version, version + 1))
+            await client.update_tensors(f"g2-{number}", tensors[number % 2])
+            await client.update_commit(f"g2-{number}")
+            version += 1
+            assert await tokens() == quiet, "no token between pause and resume"
+            await client.resume(version)
+    finally:
+        stop.set()
     tasks = await firing
     await asyncio.wait_for(asyncio.gather(*tasks), 30)
     assert sorted(i for i, _ in endings) == sorted([*range(len(tasks))] * 2), "every sample ends exactly once"

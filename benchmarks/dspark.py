@@ -116,7 +116,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--loop", default="auto", help="of the engines with drafts: serial or overlapped")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--simulate", action="store_true", help="the planner alone, over simulated acceptance")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--noise", type=float, default=0.5, help="of simulated confidences, in log-odds")
     args = parser.parse_args()
+    if args.simulate:
+        from benchmarks.dspark_simulation import H200_QWEN3_8B, simulate
+
+        print(H200_QWEN3_8B.name)
+        report("dspark_simulated", simulate(H200_QWEN3_8B, args.concurrency, args.noise), args.json)
+        return
     torch.set_num_threads(args.threads)
     folder = resolve_model(args.model)
 

@@ -3,7 +3,7 @@
 Owns one linear model of step time, refined by every measured step, and its record of being wrong.
 Ignores what a step is worth (`engine.dspark.planner`).
 
-    T = rows(R) + [drafting] · draft(R) + tier(M) + κ₁ · tokens read + κ₂ · Σ context · queries
+    T = rows(R) + [drafting] · draft(R · share) + tier(M) + κ₁ · tokens read + κ₂ · Σ context · queries
 
 `rows`, `draft` and `tier` are piecewise linear between knots: the number of requests, and the real
 graph tiers, so that a staircase of tiers is met exactly. Tokens read are distinct ones, as a prefix
@@ -32,6 +32,8 @@ _KV_UNIT = 65_536.0
 """Tokens per unit of the context terms, to keep coefficients of one size."""
 _FIRST_VARIANCE = 100.0
 """Of a coefficient, in units of the first step's time; also the most that is ever left unknown."""
+_OCTAVES = 3.0
+"""Distance of knots over which their heights are alike."""
 _NOISE_VARIANCE = 0.02**2
 """Of a step's time around its own mean, relative."""
 _SCALE_FADE = 0.98
@@ -40,13 +42,15 @@ _SCALE_FADE = 0.98
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What decides a step's time: `rows` requests, `tier` verify rows with padding, whether a draft is
-    made, distinct context tokens read, and the sum over requests of context times queries."""
+    made and which `share` of the requests' whole blocks, distinct context tokens read, and the sum over
+    requests of context times queries."""
 
     rows: int
     tier: int
     drafting: bool
     tokens_read: float = 0.0
     context_queries: float = 0.0
+    share: float = 1.0
 
 
 class CostKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +95,11 @@ class CostModel:
         size = 2 * len(self._row_knots) + len(self._tier_knots) - 1 + 2
         self._coefficients_D = np.zeros(size)
         self._covariance_DD = np.eye(size) * _FIRST_VARIANCE
+        start = 0
+        for knots in (self._row_knots, self._row_knots, self._tier_knots[1:]):
+            block = slice(start, start + len(knots))
+            self._covariance_DD[block, block] = _FIRST_VARIANCE * _likeness(knots)
+            start += len(knots)
         self._residual_scale = 0.05
         self._unit = 1.0
         self._shortest = math.inf
@@ -127,13 +136,20 @@ class CostModel:
         return np.maximum(seconds_C, self._floor)
 
     def times(
-        self, rows: int, tiers_C: np.ndarray, drafting: bool, tokens_read: float, context_queries_C: np.ndarray
+        self,
+        rows: int,
+        tiers_C: np.ndarray,
+        drafting: bool,
+        tokens_read: float,
+        context_queries_C: np.ndarray,
+        shares_C: np.ndarray | float = 1.0,
     ) -> np.ndarray:
-        """The same for steps of one batch that differ in what they verify."""
+        """The same for steps of one batch that differ in what they draft and verify."""
         count = len(self._row_knots)
         rows_K, draft_K = self._coefficients_D[:count], self._coefficients_D[count : 2 * count]
-        places = _between(self._row_knots, rows)
-        base = sum(weight * (rows_K[place] + drafting * draft_K[place]) for place, weight in places)
+        base = sum(weight * rows_K[place] for place, weight in _between(self._row_knots, rows))
+        if drafting:
+            base = base + _along(self._row_knots, draft_K, rows * np.asarray(shares_C))
         tier_K = np.concatenate(((0.0,), self._coefficients_D[2 * count : -2]))
         per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
         seconds_C = base + _along(self._tier_knots, tier_K, tiers_C) + per_read * tokens_read
@@ -184,7 +200,9 @@ class CostModel:
         features_D = np.zeros(len(self._coefficients_D))
         for place, weight in _between(self._row_knots, shape.rows):
             features_D[place] = weight
-            features_D[count + place] = weight * shape.drafting
+        if shape.drafting:
+            for place, weight in _between(self._row_knots, shape.rows * shape.share):
+                features_D[count + place] = weight
         for place, weight in _between(self._tier_knots, shape.tier):
             if place:
                 features_D[2 * count + place - 1] = weight
@@ -239,6 +257,13 @@ def _knots(values: Sequence[int]) -> list[float]:
     knots = sorted({float(value) for value in values})
     assert knots and knots[0] >= 0, "a cost model needs knots"
     return knots
+
+
+def _likeness(knots: list[float]) -> np.ndarray:
+    """Correlation of a function's heights at its knots before anything is known: a knot that was never met
+    follows its neighbours, in octaves."""
+    octaves = np.log2(np.maximum(1.0, np.array(knots)))
+    return np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _OCTAVES)
 
 
 def _between(knots: list[float], value: float) -> list[tuple[int, float]]:

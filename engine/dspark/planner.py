@@ -23,6 +23,8 @@ import torch
 
 from engine.dspark.cost_model import CostModel
 
+_SPARE = 1.1
+"""Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
 _FORCED = 2.0
 _BARRED = -1.0
 
@@ -74,7 +76,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`tokens` expected over `seconds` predicted."""
+    """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified."""
 
     drafting: bool
     budget: int
@@ -82,22 +84,31 @@ class Choice:
     tokens: float
     seconds: float
     probe: bool = False
+    slots: int = 0
 
 
 class Planner:
     """`tiers` are the verify-row counts that graphs exist for, ascending; None where every count is one
-    (no graphs). A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
+    (no graphs). `ragged`: the drafter makes as many drafts of each request as it is asked for, and is asked
+    for those that the old survivals rank highest, a few more than are verified (`drafted`); else it always
+    makes all. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
     change."""
 
     def __init__(
-        self, cost: CostModel, tiers: Sequence[int] | None, hysteresis: float = 0.01, probe_every: int = 64
+        self,
+        cost: CostModel,
+        tiers: Sequence[int] | None,
+        hysteresis: float = 0.01,
+        probe_every: int = 64,
+        ragged: bool = False,
     ) -> None:
         assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
         self._cost = cost
         self._tiers = None if tiers is None else np.array(tiers)
         self._hysteresis = hysteresis
         self._probe_every = probe_every
+        self._ragged = ragged
         self._last: tuple[bool, int] | None = None
         self._without = 0
 
@@ -131,8 +142,8 @@ class Planner:
 
     def _drafting(self, outlook: Outlook) -> Choice | None:
         """The best tier; padding is filled with drafts, so a tier's budget is all it holds."""
-        rows = len(outlook.most_B)
         values_BG, keys_BG = rank_keys(outlook)
+        rows, whole = values_BG.shape
         flat = keys_BG.T.ravel()
         most, least = int((flat >= 0.0).sum()), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
         if most < least:
@@ -142,9 +153,11 @@ class Planner:
         if not len(tiers_C):
             return None
         budgets_C = np.minimum(tiers_C - rows, most)
+        slots_C = np.minimum(np.ceil(budgets_C * _SPARE), most) if self._ragged else np.full(len(tiers_C), most)
+        shares_C = slots_C / (rows * whole) if self._ragged else 1.0
         tokens_C = rows + np.cumsum(values_BG.T.ravel()[order])[budgets_C - 1]
         context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])[budgets_C - 1]
-        seconds_C = self._cost.times(rows, tiers_C, True, outlook.tokens_read, context_C)
+        seconds_C = self._cost.times(rows, tiers_C, True, outlook.tokens_read, context_C, shares_C)
         rates_C = tokens_C / seconds_C
         best = int(rates_C.argmax())
         if self._last is not None and self._last[0]:
@@ -152,7 +165,14 @@ class Planner:
             known = place < len(tiers_C) and tiers_C[place] == self._last[1]
             if known and rates_C[place] >= (1 - self._hysteresis) * rates_C[best]:
                 best = place
-        return Choice(True, int(budgets_C[best]), int(tiers_C[best]), float(tokens_C[best]), float(seconds_C[best]))
+        return Choice(
+            drafting=True,
+            budget=int(budgets_C[best]),
+            tier=int(tiers_C[best]),
+            tokens=float(tokens_C[best]),
+            seconds=float(seconds_C[best]),
+            slots=int(slots_C[best]),
+        )
 
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
         """What was done last is done again where the other is hardly better."""
@@ -177,6 +197,15 @@ class Planner:
         place = int(np.searchsorted(self._tiers, rows))
         assert place < len(self._tiers), f"{rows} rows, the largest tier holds {self._tiers[-1]}"
         return int(self._tiers[place])
+
+
+def drafted(outlook: Outlook, slots: int) -> np.ndarray:
+    """Drafts to make of each request, int64 [B], `slots` in all: a prefix of each, by the survivals that the
+    budget was chosen from, so that neither depends on a draft of this step."""
+    _, keys_BG = rank_keys(outlook)
+    flat = keys_BG.T.ravel()
+    order = np.argsort(-flat, kind="stable")[:slots]
+    return np.bincount(order[flat[order] >= 0.0] % len(keys_BG), minlength=len(keys_BG))
 
 
 def rank_keys(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.dspark.planner import Outlook, Planner, StepPlan, spend, windows
+from engine.dspark.planner import Outlook, Planner, StepPlan, drafted, spend, windows
 from engine.dspark.survival import LaggedSurvivals
 from tests.unit.dspark.test_acceptance import LEAST_P, p_value, p_value_or_zero
 from tests.unit.dspark.toy import Play, Tables, enumerate_exact, row_of
@@ -19,8 +19,8 @@ class TableCost:
     def __init__(self, seconds, draft=0.0):
         self.seconds, self.draft = seconds, draft
 
-    def times(self, rows, tiers, drafting, tokens_read, context_queries):
-        return np.array([self.seconds[int(tier)] + self.draft * drafting for tier in tiers])
+    def times(self, rows, tiers, drafting, tokens_read, context_queries, share=1.0):
+        return np.array([self.seconds[int(tier)] for tier in tiers]) + self.draft * drafting * np.asarray(share)
 
 
 def outlook(survival, least=0, most=None, context=100):
@@ -224,3 +224,15 @@ class TestCausality:
         sequences, expected = self.play(lens)
         assert p_value(sequences, expected) > LEAST_P
         assert windows_seen == {0, 2}
+
+
+def test_blocks_by_request_are_made_where_drafts_are_verified():
+    """Two requests of which one is hardly worth a draft: it gets none, and the draft costs half."""
+    cost = TableCost({rows: 1.0 + 0.1 * rows for rows in range(1, 12)}, draft=1.0)
+    view = outlook([[0.9, 0.8, 0.7, 0.6], [0.05, 0.01, 0.0, 0.0]], most=[4, 4])
+    whole = Planner(cost, None).choose(view)
+    ragged = Planner(cost, None, ragged=True).choose(view)
+    assert (whole.budget, whole.slots) == (4, 8) and (ragged.budget, ragged.slots) == (4, 5)
+    assert ragged.seconds < whole.seconds and ragged.tokens == whole.tokens
+    assert drafted(view, 4).tolist() == [4, 0] and drafted(view, 8).tolist() == [4, 4]
+    assert drafted(outlook([[0.9, 0.8], [0.5, 0.4]], least=[0, 1], most=[1, 2]), 2).tolist() == [1, 1]

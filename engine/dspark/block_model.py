@@ -83,7 +83,7 @@ class BlockDrafterModel(nn.Module):
         self.norm = RMSNorm(shape.hidden, shape.rms_eps, dtype, device)
         self.markov_head = make_markov_head(spec, dtype, device)
         self.confidence_head = ConfidenceHead(spec, dtype, device) if spec.confidence else None
-        self._cut = _cut_ids(spec, device)
+        self.cut = _cut_ids(spec, device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,7 +142,7 @@ class BlockDrafterModel(nn.Module):
     def base_logits(self, hidden_BGD: torch.Tensor, ends: SharedEnds) -> torch.Tensor:
         """Logits [B, G', V] before the Markov head, in the head's dtype; -inf outside a reduced vocabulary."""
         logits_BGV = ends.head(hidden_BGD.flatten(0, 1)).unflatten(0, hidden_BGD.shape[:2])
-        return logits_BGV if self._cut is None else logits_BGV.index_fill(-1, self._cut, float("-inf"))
+        return logits_BGV if self.cut is None else logits_BGV.index_fill(-1, self.cut, float("-inf"))
 
     def teacher_forced(
         self, hidden_BGD: torch.Tensor, previous_BG: torch.Tensor, ends: SharedEnds, detach_confidence: bool = False

@@ -92,7 +92,7 @@ class FusedForward:
     ) -> torch.Tensor:
         """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`; `adapters` are the tokens'."""
         decoder, layers = self._model.model, self._layers
-        residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
+        residual_TD = self.embed(ids_T)
         if adapters is not None:
             adapters.add_embedding_(0, ids_T, residual_TD)
             if self._rides_along(adapters, residual_TD):
@@ -119,6 +119,10 @@ class FusedForward:
             assert isinstance(x, torch.Tensor)
             return x
         return rms_norm(residual_TD, decoder.norm.weight, self._eps)
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, D]; zeros for padding."""
+        return embedding_gather(ids_T, self._model.model.embed_tokens.weight)
 
     def _one_row(self, layer: DecoderLayer, residual_1D: torch.Tensor, mix: Mix) -> None:
         attention, mlp = layer.self_attn, layer.mlp

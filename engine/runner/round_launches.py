@@ -5,7 +5,7 @@ the target over them, give the drafter its context, draw, judge, take tokens in.
 from round to round lies in tensors, so that a captured round serves any content of its tiers. Ignores
 capture and the host.
 
-Shapes: B rows, R verify rows, G drafts, K block slots, V vocabulary, P page-table columns, F fields.
+Shapes: B rows, R verify rows, G drafts, V vocabulary, P page-table columns, F fields.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 
 from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
-from engine.dspark.block_model import SharedEnds
 from engine.dspark.planner import spend
 from engine.dspark.speculation import Speculation
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
-from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
-from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
-from engine.kernels.row_columns import drawn_at, empty_columns, gather_columns
-from engine.kernels.sample_columns import EditColumns, SampleOut, SampleWorkspace
+from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
+from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
+from engine.kernels.row_columns import empty_columns, gather_columns
+from engine.kernels.sample_columns import SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
 from engine.memory.device_table import DeviceTable
-from engine.memory.kv_pool import KVPool, pack
+from engine.memory.kv_pool import KVPool
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
+from engine.runner.block_launches import BlockLaunches
 from engine.runner.round_plan import RoundModes, message_size
 
 
@@ -147,7 +147,12 @@ class RoundLaunches:
         self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
         self._drafter = None
         if parts.draft_attention is not None:
-            self._drafter = _BlockRound(parts, table, inputs, modes, scratch.sampling, self._edits)
+            drafter = parts.speculation.drafter
+            assert isinstance(drafter, BlockDrafter)
+            self._drafter = BlockLaunches(
+                drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts
+            )
+            self._drafter.sample_with(scratch.sampling, self._edits)
         self._verify = VerifyRows.empty(verify, rows, device)
         self._columns = empty_columns(verify, device, self._edits)
         self._drawn = SampleOut.empty(verify, device, entropy=modes.step.columns)
@@ -177,14 +182,15 @@ class RoundLaunches:
             self._anchors_B,
             None if drafter is None else drafter.block,
         )
-        confidence_BG, survival_BG = None, inputs.survival_BG
+        confidence_BG, survival_BG, draw = None, inputs.survival_BG, None
         if drafter is None:
             self._drafts_BG.copy_(inputs.drafts_BG)
         else:
-            confidence_BG = drafter.draft(self._window_B, self._anchor_ids_B, self._anchors_B, self._drafts_BG)
+            confidence_BG, draw = drafter.draft(
+                inputs.slots_B, self._window_B, self._anchor_ids_B, self._anchors_B, self._drafts_BG
+            )
             if confidence_BG is not None:
                 survival_BG = parts.speculation.scaling.survival(confidence_BG)
-        survival_BG = survival_BG.contiguous()
         lens_B, keep_B = self._lengths(survival_BG)
         pack_rows(
             inputs.slots_B,
@@ -202,7 +208,6 @@ class RoundLaunches:
         step = self._modes.step
         every = step.columns
         sample_rows(logits_RV, self._columns, self._drawn, self._workspace, truncated=step.truncated, every=every)
-        draw = None if drafter is None else drafter.draw
         drafted = Drafted(self._drafts_BG, self._window_B, keep_B, confidence_BG, survival_BG)
         drafted.log_q_BG = None if draw is None else draw.log_q_BG
         judged = self.judge(logits_RV, keep_B, draw)
@@ -242,77 +247,3 @@ class RoundLaunches:
         if states:
             parts.speculation.absorb(rows.ids_R, rows.positions_R, rows.write_slots_R, states)
         return parts.forward.logits(hidden_RD)
-
-
-class _BlockRound:
-    """A block drafter's part of a round."""
-
-    def __init__(
-        self,
-        parts: RoundParts,
-        table: DeviceTable,
-        inputs: RoundInputs,
-        modes: RoundModes,
-        workspace: SampleWorkspace,
-        edits: EditColumns | None,
-    ) -> None:
-        drafter = parts.speculation.drafter
-        assert isinstance(drafter, BlockDrafter) and parts.draft_attention is not None
-        device, rows, size = parts.pool.device, inputs.rows, parts.limits.block
-        self.block = BlockRows.empty(rows, size, device)
-        self._parts, self._table, self._inputs, self._drafter = parts, table, inputs, drafter
-        self._modes, self._workspace = modes, workspace
-        self.draw: DraftDraw | None = None
-        """What the drafts of rejection were drawn from; it lives as long as the graph's pool leaves it."""
-        self._columns = empty_columns(rows, device, edits)
-        slots = drafter.traits.max_drafts
-        self._drawn = [SampleOut.empty(rows, device) for _ in range(slots)]
-        self._seeds_GB = torch.zeros(slots, rows, dtype=torch.int64, device=device)
-        self._cuts_GB2 = torch.zeros(slots, rows, 2, dtype=torch.float64, device=device)
-        self._starts_B1 = torch.arange(rows + 1, dtype=torch.int32, device=device) * size
-        self._plan = parts.draft_attention.plan_round_buffers(
-            inputs.page_tables_BP, self.block.seq_lens_B, self._starts_B1, size, drafter.pool, at_end=True
-        )
-        shape = drafter.model.spec.backbone
-        self._out_TNH = torch.zeros(
-            rows * size, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device
-        )
-        self._ends = SharedEnds(drafter.ends.embed, parts.forward.logits)
-
-    def draft(
-        self, window_B: torch.Tensor, anchor_ids_B: torch.Tensor, anchors_B: torch.Tensor, out_BG: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Fill the drafts of every row that has a window; uncalibrated confidences [B, G]."""
-        drafter, block, attention = self._drafter, self.block, self._parts.draft_attention
-        assert attention is not None
-        writes_T = block.write_slots_T.clamp(min=0)
-
-        def attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, layer: int) -> torch.Tensor:
-            drafter.pool.write(layer, writes_T, pack(k_TKH, v_TKH))
-            attention.run_prefill(q_TNH.contiguous(), drafter.pool.tokens(layer), self._plan, self._out_TNH, layer)
-            return self._out_TNH
-
-        positions_B = torch.where(window_B > 0, anchors_B, 0)
-        anchor_ids_B = anchor_ids_B.clamp(min=0)
-        hidden_BGD = drafter.model.hidden(anchor_ids_B, positions_B, self._ends, attend)
-        slots_B = torch.where(window_B > 0, self._inputs.slots_B, -1)
-        columns = gather_columns(self._table, slots_B, anchors_B, self._columns)
-        truncated, rejects = self._modes.step.truncated, self._modes.rule == "rejection"
-        if rejects:
-            draft_seeds(self._table, slots_B, anchors_B, self._seeds_GB)
-
-        def pick(slot: int, logits_BV: torch.Tensor) -> torch.Tensor:
-            seeds_B = self._seeds_GB[slot] if rejects else columns.seed_S
-            at, drawn = drawn_at(columns, anchors_B + (1 + slot), seeds_B), self._drawn[slot]
-            sample_rows(logits_BV, at, drawn, self._workspace, truncated=truncated, every=False)
-            if rejects and truncated:
-                self._cuts_GB2[slot].copy_(self._workspace.record_BR[: len(slots_B), :2])
-            return drawn.ids_B
-
-        count = out_BG.shape[1]
-        ids_BG, logits_BGV, confidence_BG = drafter.model.draw(hidden_BGD, anchor_ids_B, self._ends, pick)
-        out_BG.copy_(ids_BG[:, :count])
-        if rejects:
-            log_q_BG = torch.stack([drawn.processed_B for drawn in self._drawn[:count]], dim=1)
-            self.draw = DraftDraw(logits_BGV, log_q_BG, self._cuts_GB2 if truncated else None)
-        return None if confidence_BG is None else confidence_BG[:, :count].contiguous()

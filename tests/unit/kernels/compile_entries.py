@@ -217,30 +217,27 @@ def adapters(capability: int) -> None:
 
 def adapted_layers(capability: int) -> None:
     """What lies between the products of a layer: the widest ranks and biases for the oldest."""
-    parts = tuple(Part(name, width) for name, width in zip("qkv", (4096, 1024, 1024), strict=True))
     sites = (
-        Site(4096, parts),
-        Site(4096, (Part("o", 4096),)),
-        Site(4096, (Part("g", 12288), Part("u", 12288))),
-        Site(12288, (Part("d", 4096),)),
+        Site(512, (Part("q", 512), Part("k", 128), Part("v", 128))),
+        Site(512, (Part("o", 512),)),
+        Site(512, (Part("g", 2048), Part("u", 2048))),
+        Site(2048, (Part("d", 512),)),
     )
     pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
-    most = capability == 80
-    variant = Variant(64 if most else 16, most, most, False, False, 16, 8)
+    most, newest = capability == 80, capability == 100
+    variant = Variant(64 if most else 16, most, most, False, False, 16, 64)
     step = KernelStep(pool, np.zeros(80, dtype=np.int64), variant=variant)
-    x, shape = torch.zeros(80, 4096, dtype=BF16), QKVShape(32, 8, 128)
-    before = None if most else Adapted(1, step.work(1, 16, 1))
-    stream = adapted_sum(step, None if most else x, before, x.clone(), x[0], 0)
+    x, shape = torch.zeros(80, 512, dtype=BF16), QKVShape(4, 1, 128)
+    before = None if most else Adapted(1, step.work(1, 2, 1))
+    stream = adapted_sum(step, None if most else x, before, x.clone(), x[0], 0, block=256)
     assert stream.adapted is not None
     table, token = torch.zeros(8, 128, dtype=BF16), torch.zeros(80, dtype=torch.int64)
-    rotation = Rotation(table, table, token, token, torch.zeros(16, 16, 128, dtype=BF16))
-    norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 6144, dtype=BF16)
-    rest = (stream.squares_TP, 4096, 1e-6)
+    rotation = Rotation(table, table, token, token, torch.zeros(16, 2, 128, dtype=BF16))
+    norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 768, dtype=BF16)
+    rest = (stream.squares_TP, 512, 1e-6)
     adapted_rope(step, stream.adapted, qkv, qkv[0] if most else None, *rest, shape, None if most else norm, rotation)
-    gates = Adapted(2, step.work(0, 16, 2))
-    if capability == 100:
-        rest = ()
-    adapted_gate(step, gates, torch.zeros(80, 24576, dtype=BF16), *rest, next_site=None if capability == 100 else 3)
+    gates, gate_up = Adapted(2, step.work(0, 2, 2)), torch.zeros(80, 4096, dtype=BF16)
+    adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=None if newest else 3)
 
 
 def _rows(

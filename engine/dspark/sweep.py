@@ -22,7 +22,7 @@ from engine.dspark.cost_file import CostFile
 from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
 from engine.dspark.drafter import Committed, Drafter, DraftRows
 from engine.dspark.picks import CoupledPick
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
@@ -46,7 +46,7 @@ def prepare_cost(
     cost.on_observed = file.keep
     if kept is not None:
         print(f"dspark: step times of {kept.observed} steps from {file.path}", file=sys.stderr)
-    elif dspark.sweep_seconds > 0:
+    elif dspark.sweep_seconds > 0 and not _runs_ahead(config, runner):
         longest = min(spec.context_len, drafter.traits.context_len) - max(drafts, drafter.traits.block) - 2
         contexts = sorted({min(context, longest) for context in _CONTEXTS})
         shapes = sweep_shapes(row_knots, tier_knots, drafts, [context for context in contexts if context > 0])
@@ -57,6 +57,12 @@ def prepare_cost(
         cost.seed(_Sweep(drafter, pages, runner, sampler).run(shapes, dspark.sweep_seconds))
         file.keep(cost)
     return cost
+
+
+def _runs_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
+    """Whether rounds are graphs that the overlapped loop launches ahead: steps run one by one say nothing of
+    their times, and serving shows those soon enough."""
+    return config.loop == "overlapped" and isinstance(runner, FusedRunner) and not config.deterministic
 
 
 def cost_key(

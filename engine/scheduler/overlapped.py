@@ -174,16 +174,17 @@ class OverlappedLoop:
         return self._rounds.plan(samples)
 
     def _run(self, samples: list[Sample], steps: int, planned: Planned | None) -> Burst:
-        keys = [_key(s) for s in samples]
+        keys, captures = [_key(s) for s in samples], self._counters.graph_captures
         self._counters.steps += steps
         if planned is not None and self._rounds is not None:
-            return Burst(
-                samples, keys, steps, steps * self._rounds.window, self._rounds.launch(planned, steps), planned
-            )
-        result = self._stepper.run(samples, [_slot(s) for s in samples], steps)
-        if self._speculation is not None:
-            self._speculation.passed(steps)
-        return Burst(samples, keys, steps, steps, result)
+            most, result = steps * self._rounds.window, self._rounds.launch(planned, steps)
+        else:
+            most, result = steps, self._stepper.run(samples, [_slot(s) for s in samples], steps)
+            if self._speculation is not None:
+                self._speculation.passed(steps)
+        if self._counters.graph_captures != captures:
+            self._committed_at = None  # what is committed next waited for a capture
+        return Burst(samples, keys, steps, most, result, planned)
 
     def _take_back(self) -> None:
         """The device knows of no row any more; the host's view is whole."""

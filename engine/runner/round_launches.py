@@ -16,11 +16,11 @@ import torch
 
 from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
-from engine.dspark.planner import spend
 from engine.dspark.speculation import Speculation
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
 from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
+from engine.kernels.round_spend import spend_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
@@ -144,6 +144,7 @@ class RoundLaunches:
             column(torch.int64),
             column(torch.int64),
         )
+        self._spent_B = column(torch.int32)
         self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
         self._drafter = None
         if parts.draft_attention is not None:
@@ -230,9 +231,8 @@ class RoundLaunches:
         inputs, most_B = self.inputs, self._window_B.clamp(min=0)
         if self._modes.mode == "static":
             return most_B, most_B
-        least_B = torch.minimum(inputs.least_B, most_B)
-        spent_B = spend(survival_BG, least_B, most_B, inputs.budget_1).to(torch.int32)
-        return (most_B if self._modes.mode == "cap_accept" else spent_B), spent_B
+        spend_rows(survival_BG, self._window_B, inputs.least_B, inputs.budget_1, self._spent_B)
+        return (most_B if self._modes.mode == "cap_accept" else self._spent_B), self._spent_B
 
     def _forward(self) -> torch.Tensor:
         """logits_RV of the verify rows; the drafter has their context then."""

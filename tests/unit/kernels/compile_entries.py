@@ -33,6 +33,7 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
+from engine.kernels.round_spend import spend_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
@@ -117,6 +118,7 @@ def rounds(capability: int) -> None:
     rows, part = VerifyRows.empty(16, 2, device), torch.zeros(2, 8)
     opened = BlockRows.empty(2, block, device) if block else None
     open_rows(table, slots, slots, slots, pages, RoundLimits(99, 99, 16, block), slots, long, long, opened)
+    spend_rows(part, slots, slots, slots[:1], slots)
     pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
     gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))
     drafted = Drafted(drafts, slots, slots, *((part, part, part) if block else (None, None, None)))

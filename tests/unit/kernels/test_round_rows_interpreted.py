@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
+from engine.dspark.planner import spend
 from engine.kernels.round_commit import HEAD, Drafted, Judged, commit_rounds, commit_rounds_reference, record_width
 from engine.kernels.round_rows import (
     BlockRows,
@@ -16,6 +18,7 @@ from engine.kernels.round_rows import (
     pack_rows_reference,
     windows_reference,
 )
+from engine.kernels.round_spend import spend_rows
 from engine.kernels.sample_columns import SampleOut
 from tests.unit.kernels.test_decode_step_interpreted import COLUMNS, FULL, PAGE, make_table
 
@@ -109,3 +112,24 @@ def test_tokens_are_taken_up_to_what_ends_a_row():
         assert torch.equal(parts[:, 0].long(), drafts) and torch.equal(parts[:, 4].view(torch.float32), log_q)
         chances = parts[:, 3].contiguous().view(torch.float32)
         assert chances.isnan().all() != judging
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts"), [(5, 3), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 1), (9, 7)))]
+)
+def test_the_budget_goes_where_the_reference_spends_it(rows, drafts):
+    """Over budgets from none to all, with ties, rows that are idle, forced drafts and survivals that are no
+    numbers."""
+    noise = torch.Generator().manual_seed(rows)
+    for number in range(4):
+        survival = torch.rand(rows, drafts, generator=noise)
+        if number % 2:
+            survival = (survival * 3).round() / 3
+            survival[0, 0] = float("nan")
+        window = torch.randint(-1, drafts + 1, (rows,), generator=noise, dtype=torch.int32)
+        least = torch.randint(0, 3, (rows,), generator=noise, dtype=torch.int32)
+        for budget in (0, 1, rows, rows * drafts // 2, rows * drafts + 3):
+            out = torch.empty(rows, dtype=torch.int32)
+            spend_rows(survival, window, least, torch.tensor([budget], dtype=torch.int32), out)
+            most = window.clamp(min=0)
+            assert out.tolist() == spend(survival, torch.minimum(least, most), most, budget).tolist()

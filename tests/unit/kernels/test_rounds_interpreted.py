@@ -36,6 +36,15 @@ def work(most: int):
     ]
 
 
+def repetitive(most: int):
+    """What an n-gram drafter finds drafts for, often right and sometimes wrong."""
+    return [
+        ask("same", REPEATED, max_new=most, temperature=0.9, seed=1, logit_bias={7: 12.0}),
+        ask("greedy", REPEATED, max_new=most, logit_bias={7: 30.0}),
+        ask("plain", REPEATED, max_new=most, temperature=1.0, seed=2),
+    ]
+
+
 def assert_same(device, expected) -> None:
     for one, other in zip(device, expected, strict=True):
         for a, b in zip(one.samples, other.samples, strict=True):
@@ -59,8 +68,9 @@ def assert_same(device, expected) -> None:
 )
 def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, drafter, mode):
     folder = save_random(tmp_path / "d0") if drafter == "block" else drafter
-    engine = device_engine(t_full, folder, mode=mode, least=1)
-    assert_same(engine.generate(work(6)), make_engine(t_full, page_size=4).generate(work(6)))
+    engine = device_engine(t_full, folder, mode=mode, least=1, probe_every=1)
+    requests = work(6) if drafter == "block" else repetitive(9)
+    assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
     counters = engine.draft_counters()
     assert engine.counters.device_rounds > 2 and engine.counters.serial_rounds == 0
@@ -99,10 +109,11 @@ def test_rejection_on_the_device_is_that_of_the_serial_loop(t_full, tmp_path):
 def test_rejection_of_rows_that_ask_for_more(t_full, tmp_path, drafter):
     def requests():
         every = Want(logprobs="temperature", extra_logprobs=["raw", "processed"], entropy=True)
-        return [*work(5), ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
+        rows = work(5) if drafter == "block" else repetitive(8)
+        return [*rows, ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
 
     folder = save_random(tmp_path / "d0") if drafter == "block" else drafter
-    assert rejecting(t_full, folder, requests)["draft_verified"] > 5
+    assert rejecting(t_full, folder, requests, probe_every=1)["draft_verified"] > 5
 
 
 @slow

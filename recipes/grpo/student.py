@@ -1,6 +1,7 @@
 """What a run trains, and how engines come by its versions: the whole policy, or a LoRA policy on top of it.
 
-Owns the differences between the two, so that the loop has none. Ignores learning.
+Owns the differences between the two, so that the loop has none. Ignores learning. peft is imported where it is
+used: a run of the whole policy does without.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from engine.types import AdapterRef
 from recipes.grpo.config import AdapterConfig
 from recipes.grpo.policy import Policy
 from recipes.grpo.serving import Serving
-from trainer_bridge.adapter_publisher import AdapterPublisher
 from trainer_bridge.checkpoint import partial_folder, put_in_place, save_policy
 from trainer_bridge.publisher import Publisher
 from trainer_bridge.staleness import VersionOf, adapter_rev, policy_version
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+    from trainer_bridge.adapter_publisher import AdapterPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class LoraPolicy:
         self._publisher: AdapterPublisher | None = None
 
     def connect(self, served: Serving, timeout_s: float, version: int) -> int:
+        from trainer_bridge.adapter_publisher import AdapterPublisher
+
         self._publisher = AdapterPublisher(served.adapters, self.adapter.name, timeout_s=timeout_s)
         return self._publisher.publish(self.model, self.peft_name, version or None).adapter.rev
 
@@ -110,6 +116,8 @@ class LoraPolicy:
 
 
 def lora_config(config: AdapterConfig) -> LoraConfig:
+    from peft import LoraConfig
+
     targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
     return LoraConfig(
         r=config.rank,
@@ -124,6 +132,8 @@ def make_student(policy: Policy, config: AdapterConfig | None, seed: int, saved:
     """What `policy` is trained as; an adapter has its weights from the folder `saved` where there is one."""
     if config is None:
         return WholePolicy(policy)
+    from peft import PeftModel, get_peft_model
+
     if saved is not None:
         return LoraPolicy(PeftModel.from_pretrained(policy.model, str(saved), is_trainable=True), config.name)
     torch.manual_seed(seed)

@@ -21,6 +21,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.dspark.drafter import Committed, DrafterTraits, DraftRows, Proposal
+from engine.dspark.states import StateStore
 from engine.memory.kv_pool import KVPool, pack
 
 _ANONYMOUS = -2
@@ -29,18 +30,27 @@ _ANONYMOUS = -2
 
 class BlockDrafter:
     """`pool` has as many pages as the target's and the drafter's own layers; `backend` is one made for
-    `model.spec.backbone` that reads its context from the pool in every step."""
+    `model.spec.backbone` that reads its context from the pool in every step. With `states` whatever is
+    committed is kept there too."""
 
-    def __init__(self, model: BlockDrafterModel, ends: SharedEnds, pool: KVPool, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: BlockDrafterModel,
+        ends: SharedEnds,
+        pool: KVPool,
+        backend: AttentionBackend,
+        states: StateStore | None = None,
+    ) -> None:
         spec = model.spec
         self.model = model
         self.pool = pool
+        self.states = states
         self.ends = ends
         self._backend = backend
         self.traits = DrafterTraits(
             name="block",
             max_drafts=spec.num_drafts,
-            captured_layers=spec.target_layers,
+            captured_layers=spec.target_layers if states is None else states.layers,
             kv=spec.backbone,
             block=spec.block,
             context_len=spec.backbone.context_len,
@@ -58,12 +68,14 @@ class BlockDrafter:
     def commit(self, committed: Committed) -> None:
         if not committed.ids_T.numel():
             return
-        features_TMD = torch.stack([committed.features[layer] for layer in self.traits.captured_layers], dim=1)
+        if self.states is not None:
+            self.states.write(committed.write_slots_T, committed.features)
+        features_TMD = torch.stack([committed.features[layer] for layer in self.model.spec.target_layers], dim=1)
         context_TD = self.model.context_features(features_TMD)
         # Beyond its own context the drafter is never asked; its rotary table ends there too.
         positions_T = committed.positions_T.clamp(max=self.traits.context_len - 1)
         k_LTKH, v_LTKH = self.model.context_kv(context_TD, positions_T)
-        for layer in range(self.pool.num_layers):
+        for layer in range(len(k_LTKH)):
             self.pool.write(layer, committed.write_slots_T, pack(k_LTKH[layer], v_LTKH[layer]))
 
     @torch.no_grad()

@@ -19,6 +19,8 @@ from engine.dspark.block_spec import check_fits, read_drafter_spec
 from engine.dspark.config import NGRAM, NGRAM_DRAFTS, DSparkConfig
 from engine.dspark.drafter import Drafter
 from engine.dspark.ngram import NgramDrafter
+from engine.dspark.states import StateStore, with_states
+from engine.errors import Unsupported
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DenseDecoderLM
 from engine.models.spec import ModelSpec
@@ -44,6 +46,8 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
     `InvalidRequest`, naming the field, where it does not fit the target."""
     if not config.enabled:
         return None
+    if config.drafter == NGRAM and config.keep_states:
+        raise Unsupported(field="dspark.keep_states", expected="false: n-grams read no states", actual=True)
     if config.drafter == NGRAM:
         drafts = NGRAM_DRAFTS if config.drafts is None else config.drafts
         return LoadedDrafter(lambda pool: NgramDrafter(drafts))
@@ -52,10 +56,14 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
     check_fits(spec, target.spec)
     arena = WeightArena(lambda device: BlockDrafterModel(spec, target.dtype, device), device, "drafter")
     load_weights(arena.model, folder, module="drafter")
+    # The last layer's output, normed, is what the target's head reads.
+    kept = (*spec.target_layers, target.spec.num_layers - 1) if config.keep_states else ()
+    hidden = target.spec.hidden
 
     def make(pool: KVPool | None) -> Drafter:
         assert pool is not None, "a block drafter keeps its context in a pool"
         backend = make_attention("auto", spec.backbone, device, dtype=target.dtype)
-        return BlockDrafter(arena.model, shared_ends(target), pool, backend)
+        states = StateStore(pool, spec.backbone, hidden, kept) if kept else None
+        return BlockDrafter(arena.model, shared_ends(target), pool, backend, states)
 
-    return LoadedDrafter(make, arena, spec.backbone)
+    return LoadedDrafter(make, arena, with_states(spec.backbone, hidden, len(kept)))

@@ -38,7 +38,9 @@ class DSparkConfig:
     `calibration` holds temperatures of confidences, refitted every `recalibrate_every` steps (0:
     never). Step times are measured at the start for `sweep_seconds` at most and refined by every step;
     `cost` is the file that they are kept in and read from, which must be of such an engine (None: a
-    GPU's under the user's cache folder, a CPU's nowhere).
+    GPU's under the user's cache folder, a CPU's nowhere). `keep_states` keeps what the drafter reads of the
+    target, and what the target's head reads, for every cached token: a trainer in this process learns
+    from it (`Engine.watch_drafts`).
     """
 
     drafter: str = "none"
@@ -53,6 +55,7 @@ class DSparkConfig:
     recalibrate_every: int = 512
     cost: Path | None = None
     sweep_seconds: float = 2.0
+    keep_states: bool = False
 
     @property
     def enabled(self) -> bool:

@@ -9,7 +9,7 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,8 @@ class Record:
         self.reliability = Reliability(self._drafts)
         self.planning_seconds = 0.0
         self.probes = 0
+        self.on_round: Callable[[DraftStep], None] | None = None
+        """Told of every step that verified drafts."""
 
     def prior(self, sample: Sample) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
@@ -73,6 +75,8 @@ class Record:
         for row in range(len(step.samples)):
             self._observe_row(step, row)
         self._observe_chances(step)
+        if self.on_round is not None:
+            self.on_round(step)
 
     def forget(self, key: int, sample: Sample) -> None:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
@@ -85,6 +89,10 @@ class Record:
     def interrupt(self, key: int) -> None:
         """Tokens of an incarnation have come by unseen: what waited for them is bounded as it stands."""
         self._ceiling.end(key, stopped=False)
+
+    def refit(self) -> bool:
+        """Fit the confidences' temperatures now, to what serving has shown; False where that is too little."""
+        return self._online is not None and self._online.refit() is not None
 
     def new_policy(self) -> None:
         self.switch.renew()

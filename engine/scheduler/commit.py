@@ -33,6 +33,8 @@ class Committer:
         self._counters = counters
         self._policy_version = policy_version
         self._drafter_version = drafter_version
+        self.on_finish: Callable[[Sample], None] | None = None
+        """Told of samples that end well, while their pages are still theirs."""
 
     def commit(self, samples: list[Sample], result: SampleResult) -> None:
         """Row r of `result` is the next token of `samples[r]`."""
@@ -136,6 +138,8 @@ class Committer:
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """End one sample: its pages go to the cache, its output to the sink."""
+        if self.on_finish is not None and sample.sequence is not None and reason in ("stop", "length"):
+            self.on_finish(sample)
         self._scheduler.remove(sample)
         sample.finish = reason
         group = sample.group

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import torch
 
 from engine.errors import InvalidRequest
 from trainer_bridge.drafter.anchors import eligible
@@ -177,10 +176,3 @@ class ReplayBuffer:
         weights_T[allowed] = missed.mean() if len(missed) else 1.0
         weights_T[list(anchors)] = missed
         return weights_T
-
-
-def detached(item: FeatureExample) -> FeatureExample:
-    """States copied to host memory: what a serving step owns is overwritten by the next."""
-    last_TD = None if item.last_TD is None else item.last_TD.detach().to("cpu", copy=True)
-    features_TMD: torch.Tensor = item.features_TMD.detach().to("cpu", copy=True)
-    return replace(item, features_TMD=features_TMD, last_TD=last_TD)

@@ -73,7 +73,7 @@ class InProcessControl:
         return AdapterUpdateReport(adapter=report, pause_ms=(time.perf_counter() - began) * 1e3)
 
     def version(self) -> EngineVersions:
-        return EngineVersions(self._engine.policy.version)
+        return EngineVersions(self._engine.policy.version, self._engine.drafter_version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""Rollouts as the engine plays them, as examples with states.
+
+Owns what is kept of a sample between its rounds and its end: where its rounds stood, what they promised
+and kept, and the states that the engine hands over. Nothing is computed again: features and the target's
+final states are those of serving. Ignores what is learnt from them (`trainer_bridge.drafter.online`).
+
+Shapes: T tokens, M captured layers, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.dspark.speculation import DraftStep
+from engine.models.decoder import DenseDecoderLM
+from engine.request import Sample
+from trainer_bridge.drafter.examples import DraftExample
+from trainer_bridge.drafter.features import FeatureExample
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a step's rounds were expected to keep, and kept, at one policy version."""
+
+    policy_version: int
+    predicted: float
+    accepted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An answer, and the rounds that drafted it: where they stood and how many drafts they kept."""
+
+    item: FeatureExample
+    anchors: list[int]
+    accepted: list[int]
+
+
+@dataclass(slots=True)
+class _Rounds:
+    anchors: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+
+class RolloutRecorder:
+    """A `DraftWatcher`. Every `every`-th finished sample is kept, on the host; the rest count for `promises`
+    alone. A sample that more than one policy version wrote is left out: its states are of several."""
+
+    def __init__(self, target: DenseDecoderLM, every: int = 1) -> None:
+        assert every >= 1, "a share of samples is kept"
+        self._target = target
+        self._every = every
+        self._rounds: dict[tuple[str, int], _Rounds] = {}
+        self._items: dict[tuple[str, int], FeatureExample] = {}
+        self._promises: list[Promise] = []
+        self._ended = 0
+
+    def take(self) -> tuple[list[Recorded], list[Promise]]:
+        """Everything since the last time. Call it while the engine is idle: rounds of samples that have not
+        ended well are forgotten."""
+        recorded = []
+        for key, item in self._items.items():
+            rounds = self._rounds.get(key, _Rounds())
+            recorded.append(Recorded(item, rounds.anchors, rounds.accepted))
+        promises = self._promises
+        self._rounds, self._items, self._promises = {}, {}, []
+        return recorded, promises
+
+    def on_round(self, step: DraftStep) -> None:
+        assert step.verdict is not None
+        for b in range(len(step.survival_BG)):
+            sample, verified = step.samples[b], len(step.drafts[b])
+            accepted = step.verdict.num_accepted[b]
+            if sample.spans:
+                predicted = float(step.survival_BG[b, :verified].sum())
+                self._promises.append(Promise(sample.spans[-1].policy_version, predicted, float(accepted)))
+            if step.anchors[b] + 1 < sample.length:
+                rounds = self._rounds.setdefault(_key(sample), _Rounds())
+                rounds.anchors.append(step.anchors[b])
+                rounds.accepted.append(accepted)
+
+    def on_sample(self, sample: Sample, states_TMD: torch.Tensor) -> None:
+        self._ended += 1
+        versions = {span.policy_version for span in sample.spans}
+        if len(versions) != 1 or sample.resumed or sample.mixed_kv or self._ended % self._every:
+            return
+        tokens = sample.tokens().astype(np.uint32)
+        mask = np.zeros(len(tokens), dtype=bool)
+        mask[len(sample.group.prompt) :] = True
+        name = f"{sample.group.request.group_id}/{sample.index}"
+        example = DraftExample(name, sample.group.request.domain, tokens, mask, versions.pop())
+        with torch.no_grad():
+            last_TD = self._target.model.norm(states_TMD[:, -1])
+        # The last token's states are not there, and no label needs them.
+        features_TMD = torch.cat((states_TMD[:, :-1], torch.zeros_like(states_TMD[:1, :-1])))
+        last_TD = torch.cat((last_TD, torch.zeros_like(last_TD[:1])))
+        self._items[_key(sample)] = FeatureExample(example, features_TMD.cpu(), last_TD.cpu())
+
+
+def _key(sample: Sample) -> tuple[str, int]:
+    return sample.group.request.group_id, sample.index

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine import Want
-from tests.support import ask, make_engine, prompt
+from tests.support import ask, make_engine, prompt, reference_logprobs
 from tests.unit.dspark.served import dspark, save_random
 
 slow = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, drafter, mode):
     assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
     counters = engine.draft_counters()
-    assert engine.counters.device_rounds > 2 and engine.counters.serial_rounds == 0
+    assert engine.counters.device_rounds > (2 if drafter == "block" else 0) and engine.counters.serial_rounds == 0
     assert counters["draft_verified"] > 3
 
 
@@ -105,15 +105,30 @@ def test_rejection_on_the_device_is_that_of_the_serial_loop(t_full, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("drafter", ["block", "ngram"])
-def test_rejection_of_rows_that_ask_for_more(t_full, tmp_path, drafter):
+def test_rejection_of_rows_that_ask_for_more(t_full, tmp_path):
     def requests():
         every = Want(logprobs="temperature", extra_logprobs=["raw", "processed"], entropy=True)
-        rows = work(5) if drafter == "block" else repetitive(8)
-        return [*rows, ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
+        return [*work(5), ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
 
-    folder = save_random(tmp_path / "d0") if drafter == "block" else drafter
-    assert rejecting(t_full, folder, requests, probe_every=1)["draft_verified"] > 5
+    assert rejecting(t_full, save_random(tmp_path / "d0"), requests)["draft_verified"] > 5
+
+
+@slow
+def test_rejection_of_drafts_without_probabilities(t_full):
+    """Which steps are rounds decides what is drawn, so greedy ids and every log-probability are what is promised."""
+    engine = device_engine(t_full, "ngram", rule="rejection", probe_every=1)
+    requests = [
+        ask("greedy", REPEATED, max_new=8, logit_bias={7: 30.0}),
+        ask("a", REPEATED, max_new=8, temperature=0.6),
+    ]
+    greedy, sampled = engine.generate(requests)
+    (plain,) = make_engine(t_full, page_size=4).generate(requests[:1])
+    assert greedy.samples[0].ids.tolist() == plain.samples[0].ids.tolist()
+    whole = [*REPEATED, *sampled.samples[0].ids]
+    expected = reference_logprobs(t_full, whole, 0.6)[len(REPEATED) :]
+    np.testing.assert_allclose(sampled.samples[0].logprobs, expected, atol=1e-4)
+    assert engine.counters.device_rounds > 0 and engine.draft_counters()["draft_accepted"] > 2
+    engine.check()
 
 
 @slow

@@ -263,13 +263,18 @@ def test_captured_steps_outlive_the_memory_of_adapters(tmp_path):
 
 def test_a_group_reads_its_prefix_together(tmp_path, monkeypatch):
     """Samples of one policy share their prompt's pages; another policy's of the same prompt do not."""
-    monkeypatch.setattr("engine.attention.decode_metadata.MIN_SAVED_BYTES", 1)
+    for name in ("MIN_SAVED_BYTES", "MIN_SAVED_SEGMENT_BYTES"):
+        monkeypatch.setattr(f"engine.attention.decode_metadata.{name}", 1)
     engine = adapted_engine(save_tiny(tmp_path, seed=0), device="cuda", dtype="float32")
     plans, launch = [], engine._loop._stepper.launch
     engine._loop._stepper.launch = lambda plan: plans.append(plan) or launch(plan)
     work = [
         GroupRequest(
-            group_id=name, prompt_ids=prompt(64), n=4, sampling=SamplingParams(max_new=8), adapter=AdapterRef(name=name)
+            group_id=name,
+            prompt_ids=prompt(64),
+            n=4,
+            sampling=SamplingParams(max_new=8, seed=3),
+            adapter=AdapterRef(name=name),
         )
         for name in ("a", "b")
     ]

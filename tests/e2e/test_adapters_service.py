@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from engine.errors import InvalidRequest, NotFound
 from engine.types import AdapterRef, SamplingParams
 from rollout.adapter_source import read_adapter
 from rollout.client import AsyncClient
+from tests.e2e.conftest import ServedFleet, serve_config
 from tests.e2e.test_cli import run as command
 from tests.e2e.test_fleet_service import current_reference
 from tests.support import prompt
@@ -106,3 +108,21 @@ def test_an_engine_that_is_replaced_has_the_policies_again(fleet3, t_full, t_ful
             await client.unload_adapter("pol")
 
     fleet3.run(go())
+
+
+@pytest.mark.slow
+def test_policies_of_the_settings_are_there_from_the_start(ray_session, loop_thread, t_full, folders):
+    config = dataclasses.replace(serve_config(t_full, 1), adapters={name: str(path) for name, path in folders.items()})
+
+    async def go(served: ServedFleet) -> None:
+        async with AsyncClient(served.url) as client:
+            assert (await client.version()).adapters == {"LA": 1, "LB": 1}
+            for name, folder in folders.items():
+                (sample,) = (await client.generate(prompt(9), sampling=GREEDY, adapter=AdapterRef(name=name))).samples
+                assert sample.ids.tolist() == greedy_of(t_full, folder, prompt(9), 10)
+
+    served = loop_thread.run(ServedFleet(loop_thread, config).start())
+    try:
+        served.run(go(served))
+    finally:
+        loop_thread.run(served.stop())

@@ -145,7 +145,8 @@ def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, dete
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """A configuration with everything concrete but the pool's size, which waits for the weights."""
+    """A configuration with everything concrete but the sizes of the pool and of adapters, which wait for the
+    weights."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

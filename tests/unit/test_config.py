@@ -60,9 +60,10 @@ def test_resolving_refuses_what_cannot_run(t_full, override):
         resolve(load_config(EngineConfig, None, [override]), read_spec(t_full))
 
 
-def test_resolved_configurations_have_no_auto_but_the_pool(t_full):
+def test_resolved_configurations_have_no_auto_but_what_waits_for_the_weights(t_full):
     config = resolve(EngineConfig(), read_spec(t_full))
-    assert [line for line in describe(config) if "auto" in line] == ["cache.kv_tokens = 'auto'"]
+    waiting = ["cache.kv_tokens = 'auto'", "adapters.device_mib = 'auto'"]
+    assert [line for line in describe(config) if "auto" in line] == waiting
 
 
 @pytest.mark.parametrize(

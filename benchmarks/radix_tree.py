@@ -18,25 +18,35 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 
 from benchmarks.report import Row, at_most, report
 from engine.cache import Namespace, PrefixCache
+from engine.cache.full import FullAttention
+from engine.cache.recurrent import RecurrentState, Snapshot
+from engine.cache.swa import SlidingWindow
 from engine.memory.allocator import PageAllocator, PageState
 
 NAMESPACE = Namespace()
 ARRIVALS = 64
+WINDOW = 1024
 
 
 class Forest:
-    """A cache filled with `long` contexts of 32 edges, `short` ones of 4 edges, and single pages."""
+    """A cache filled with `long` contexts of 32 edges, `short` ones of 4 edges, and single pages. A `hybrid`
+    one keeps pages of a sliding window and a recurrent state at every node's end besides."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, hybrid: bool = False) -> None:
         self.page_size = page_size
         self.random = random.Random(7)
         self.allocator = PageAllocator(2_000_000 // page_size)
-        self.cache = PrefixCache(self.allocator, page_size)
+        self.window, self.slots = PageAllocator(2_000_000 // page_size), PageAllocator(30_000)
+        window, states = SlidingWindow(self.window, page_size, WINDOW), RecurrentState(self.slots)
+        more = (window, states) if hybrid else ()
+        self.hybrid = hybrid
+        self.cache = PrefixCache(self.allocator, page_size, (FullAttention(self.allocator, page_size), *more))
         self.long = [self._chain(32, 1024) for _ in range(10)]
         self.short = self._tree()
         while self.cache.stats().nodes < 10_000:
@@ -51,8 +61,16 @@ class Forest:
         rest = tokens[4 * receipt.length :]
         pages = self.allocator.alloc(len(rest) // (4 * self.page_size))
         assert pages is not None, "the pool is large enough"
-        cache.extend(receipt, rest, pages)
+        cache.extend(receipt, rest, pages, self.states(len(pages)))
         cache.release(receipt)
+
+    def states(self, count: int) -> dict[str, Any] | None:
+        """What a request hands over beside `count` pages of full attention."""
+        if not self.hybrid or not count:
+            return None
+        window, slot = self.window.alloc(count), self.slots.alloc(1)
+        assert window is not None and slot is not None, "the pools are large enough"
+        return {"swa": window, "recurrent": Snapshot(int(slot[0]), count * self.page_size)}
 
     def _chain(self, edges: int, length: int) -> bytes:
         """A context whose every edge ends where another one branches off."""
@@ -93,24 +111,26 @@ def requests(forest: Forest, contexts: list[bytes], repeats: int, diverge: bool)
     """Whole requests: a known context plus one fresh page, or one leaving it inside its last edge."""
     cache, allocator, page = forest.cache, forest.allocator, forest.page_size
 
-    def draw() -> tuple[bytes, bytes, np.ndarray]:
+    def draw() -> tuple[bytes, bytes, np.ndarray, dict[str, Any] | None]:
         context = forest.random.choice(contexts)
         if diverge:
             context = context[: -4 * page * forest.random.randrange(1, 256 // page)]
         pages = allocator.alloc(1)
         assert pages is not None, "the pool is large enough"
-        return context, context + forest.tokens(page), pages
+        return context, context + forest.tokens(page), pages, forest.states(1)
 
     samples = []
     for _ in range(repeats // ARRIVALS):
         arrivals = [draw() for _ in range(ARRIVALS)]
-        for _, tokens, pages in arrivals:
+        for _, tokens, pages, states in arrivals:
             begin = perf_counter_ns()
             receipt = cache.acquire(cache.match(NAMESPACE, tokens, limit=len(tokens) // 4 - 1))
-            cache.extend(receipt, tokens[4 * receipt.length :], pages)
+            if states is not None:
+                cache.copied(receipt)
+            cache.extend(receipt, tokens[4 * receipt.length :], pages, states)
             cache.release(receipt)
             samples.append(perf_counter_ns() - begin)
-        for context, tokens, _ in arrivals:
+        for context, tokens, *_ in arrivals:
             # Evict the fresh page as the only cold one, and warm up the leaf that had grown by it.
             cache.release(cache.acquire(cache.match(NAMESPACE, tokens)), cold=True)
             cache.evict(1)
@@ -157,6 +177,27 @@ def request_rows(page_size: int, repeats: int) -> list[Row]:
     add("free 1 page", measure(repeats, lambda: lambda: allocator.free(next(held), PageState.PRIVATE), lambda: None))
     add("request splitting an edge, 1k", requests(forest, forest.short, repeats, True))
     add("epoch bump", measure(repeats // 4, lambda: cache.bump_epoch, lambda: None), 10)
+    cache.check()
+    return rows
+
+
+def hybrid_rows(page_size: int, repeats: int) -> list[Row]:
+    """Requests on a tree with windows and recurrent states, and what evicting those costs."""
+    forest = Forest(page_size, hybrid=True)
+    settle()
+    cache, rows = forest.cache, []
+    kinds = (("1k over 4 edges", forest.short, repeats, 15), ("32k over 32 edges", forest.long, repeats // 4, 50))
+    for name, contexts, count, target in kinds:
+        middle, tail = percentiles(requests(forest, contexts, count, False))
+        case = f"page {page_size}, all components: request, {name}"
+        rows += [at_most(case, "p50", middle, "us", target), Row(case, "p99", tail, "us")]
+    for component in ("recurrent", "swa"):
+        samples = measure(repeats, lambda name=component: lambda: cache.evict(1, name), lambda: None)
+        case = f"page {page_size}, all components: evict 1 of {component}"
+        rows += [
+            at_most(case, "p50", percentiles(samples)[0], "us", 12),
+            Row(case, "p99", percentiles(samples)[1], "us"),
+        ]
     cache.check()
     return rows
 
@@ -213,6 +254,7 @@ def main() -> None:
     rows = [interpreter_row()]
     for page_size in (64, 16):
         rows += request_rows(page_size, repeats)
+        rows += hybrid_rows(page_size, repeats)
     rows += [*evict_rows(64, repeats), interpreter_row()]
     report("radix_tree", rows, arguments.json)
 

@@ -26,22 +26,20 @@ class Component(ABC):
 
     name: str
     every_boundary = False
-    """True if a hit may end at every page boundary the tree knows; `begin`, `step`, `pin` and
-    `unpin` are then never called, for the tree's own path pins suffice."""
+    """True if a hit may end at every page boundary the tree knows; `accepts`, `pin`, `unpin`, `placed`,
+    `demoted` and `removed` are then never called, for the tree's own path pins suffice."""
+    until_copied = False
+    """True if only a receipt that has just been acquired holds its states, until they are copied."""
+    index: int
+    """The component's place in every node's `data`; the tree sets it."""
 
-    def begin(self) -> Any:
-        """Match state at the empty prefix."""
-        return None
+    def accepts(self, node: Node, boundary: int) -> bool:
+        """Whether a hit may end `boundary` tokens deep, inside `node` or at its end.
 
-    def step(self, state: Any, data: Any, start: int, end: int, whole: bool) -> tuple[Any, int]:
-        """Fold the stretch [start, end) of one node into the match state.
-
-        `whole` says that `end` is the node's own end. The second result is the first boundary
-        b > start in this stretch from which on every boundary up to `end` is usable; more than
-        `end` if none is. All components' answers are of this form, so their intersection is the
-        largest of them.
+        Where it may not, it may not end earlier within this node either: the tree asks nodes from below,
+        each for the deepest boundary that it could give.
         """
-        return state, start
+        return True
 
     def pin(self, node: Node, length: int) -> Any:
         """Hold what a hit of `length` tokens ending at `node` needs beyond its path's nodes.
@@ -77,6 +75,18 @@ class Component(ABC):
     def trim(self, data: Any, keep: int) -> tuple[Any, list[Any]]:
         """Value of an unpinned leaf cut to its first `keep` tokens, and the pieces to be released."""
 
+    def placed(self, node: Node) -> None:
+        """The node is new, or the tree has put another value in its place."""
+        return None
+
+    def demoted(self, node: Node) -> None:
+        """The node's root was retired: what it holds goes before everything else."""
+        return None
+
+    def removed(self, nodes: list[Node]) -> None:
+        """These nodes are no longer in the tree; `drop` frees what they held."""
+        return None
+
     @abstractmethod
     def adopt(self, pieces: list[Any]) -> None:
         """Pieces pass from a request to the tree. All or nothing."""
@@ -100,6 +110,10 @@ class Component(ABC):
     @abstractmethod
     def evict(self, tree: RadixTree, want: int) -> int:
         """Free up to `want` of this component's units, least recently used first; the number freed."""
+
+    @abstractmethod
+    def evictable(self, tree: RadixTree) -> int:
+        """Units that `evict` could free now."""
 
     @abstractmethod
     def count(self, data: Any) -> int:

@@ -72,6 +72,9 @@ class FullAttention(Component):
     def evict(self, tree: RadixTree, want: int) -> int:
         return tree.evict_leaves(want)
 
+    def evictable(self, tree: RadixTree) -> int:
+        return (tree.total_bytes - tree.pinned_bytes) // tree.page_bytes
+
     def count(self, data: bytes) -> int:
         return len(data) // _ID_BYTES
 

@@ -23,7 +23,7 @@ def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> t
     step = Insertion(tree, payloads)
     try:
         target, known = step.insert(node, tokens)
-        held = hold(tree, target, target.end) if tree.picky else None
+        held = hold(tree, target, target.end, copying=False) if tree.picky else None
         if held is not None:
             step.undo.append(lambda: let_go(tree, held))
         step.discard_surplus()
@@ -109,9 +109,11 @@ class Insertion:
 
         def undo() -> None:
             node.data = old
+            self.tree.settle(node)
 
         self.undo.append(undo)
         node.data = data
+        self.tree.settle(node)
 
     def _adopt(self, pieces: list[list[Any]]) -> None:
         for component, taken in zip(self.tree.components, pieces, strict=True):
@@ -120,12 +122,13 @@ class Insertion:
                 self.undo.append(lambda component=component, taken=taken: component.disown(taken))
 
 
-def hold(tree: RadixTree, node: Node, length: int) -> list[Any]:
-    """What each restricting component holds for a hit of `length` tokens at `node`; all or nothing."""
+def hold(tree: RadixTree, node: Node, length: int, copying: bool) -> list[Any]:
+    """What each restricting component holds for a hit of `length` tokens at `node`; all or nothing. None
+    stands for what a receipt that is not `copying` states has no use for."""
     held: list[Any] = []
     try:
         for _, component in tree.picky:
-            held.append(component.pin(node, length))
+            held.append(component.pin(node, length) if copying or not component.until_copied else None)
     except BaseException:
         let_go(tree, held)
         raise
@@ -135,4 +138,5 @@ def hold(tree: RadixTree, node: Node, length: int) -> list[Any]:
 def let_go(tree: RadixTree, held: list[Any]) -> None:
     """Give back what `hold` returned."""
     for (_, component), taken in zip(tree.picky, held, strict=False):
-        component.unpin(taken)
+        if taken is not None:
+            component.unpin(taken)

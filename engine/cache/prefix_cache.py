@@ -84,7 +84,7 @@ class PrefixCache:
         try:
             if node.end != length:
                 node, undo = tree.split(node, len(node.edge) - (node.end - length) * TOKEN_BYTES)
-            held = hold(tree, node, length) if tree.picky else None
+            held = hold(tree, node, length, copying=True) if tree.picky else None
         except BaseException:
             if undo is not None:
                 undo()
@@ -138,7 +138,8 @@ class PrefixCache:
         return Extension(start, receipt.length, pages, known // tree.page_bytes)
 
     def fork(self, receipt: Receipt, n: int) -> list[Receipt]:
-        """`n` further receipts for what `receipt` covers, each to be released on its own."""
+        """`n` further receipts for what `receipt` covers, each to be released on its own. States that are
+        copied before use are the forked requests' to hand on; these receipts hold none of them."""
         node, length, tree = live_node(receipt), receipt.length, self.tree
         if not tree.picky:
             if n:
@@ -148,7 +149,7 @@ class PrefixCache:
         forks: list[Receipt] = []
         try:
             for _ in range(n):
-                held = hold(tree, node, length)
+                held = hold(tree, node, length, copying=False)
                 tree.pin(node)
                 self._receipts += 1
                 forks.append(Receipt(node, length, held))
@@ -163,6 +164,7 @@ class PrefixCache:
         (its group has finished): it is then evicted before what was released without the hint."""
         tree = self.tree
         node = receipt.node or live_node(receipt)
+        node.rank = COLD if cold else NORMAL
         if receipt.held is not None:
             let_go(tree, receipt.held)
             receipt.held = None
@@ -170,8 +172,15 @@ class PrefixCache:
         self._receipts -= 1
         tree.clock += 1
         node.stamp = tree.clock
-        node.rank = COLD if cold else NORMAL
         tree.unpin(node)
+
+    def copied(self, receipt: Receipt) -> None:
+        """The states that an acquired receipt starts from have been copied: they need not stay."""
+        if receipt.held is not None:
+            for place, (_, component) in enumerate(self.tree.picky):
+                if component.until_copied and receipt.held[place] is not None:
+                    component.unpin(receipt.held[place])
+                    receipt.held[place] = None
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -218,6 +227,7 @@ class PrefixCache:
             queue = tree.queues.setdefault(_RETIRED, LeafQueue())
             root.retired = True
             tree.move_leaves(root, queue)
+            tree.demote(root)
         return len(retired)
 
     def flush(self, scope: Literal["all", "stale"] = "all") -> int:

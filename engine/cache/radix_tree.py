@@ -31,6 +31,8 @@ class RadixTree:
         self.components = components
         self.picky = tuple((i, c) for i, c in enumerate(components) if not c.every_boundary)
         """The components that restrict where a hit may end."""
+        for index, component in enumerate(components):
+            component.index = index
         self.roots: dict[Namespace, Root] = {}
         self.doomed: dict[Root, None] = {}
         self.queues: dict[int, LeafQueue] = {}
@@ -83,28 +85,19 @@ class RadixTree:
     def usable(self, node: Node, reached: int) -> tuple[Node, int, str]:
         """The deepest boundary all components accept on the path to depth `reached` inside `node`.
 
-        Returns the node that holds it, its depth in tokens, and the component that most limits it.
+        Returns the node that holds it, its depth in tokens, and the component that refused the deepest.
         """
-        path = []
-        step: Node | None = node
-        while step is not None and step.parent is not None:
-            path.append(step)
-            step = step.parent
-        best, depth, start = node.root, 0, 0
         blamed = ""
-        states = [component.begin() for _, component in self.picky]
-        for passed in reversed(path):
-            end = min(passed.end, reached)
-            first = start
-            for k, (i, component) in enumerate(self.picky):
-                states[k], usable_from = component.step(states[k], passed.data[i], start, end, end == passed.end)
-                if usable_from > end:
-                    blamed = component.name
-                first = max(first, usable_from)
-            if first <= end:
-                best, depth = passed, end
-            start = end
-        return best, depth, blamed if depth < reached else ""
+        while node.parent is not None:
+            for _, component in self.picky:
+                if not component.accepts(node, reached):
+                    blamed = blamed or component.name
+                    break
+            else:
+                return node, reached, blamed
+            node = node.parent
+            reached = node.end
+        return node, 0, blamed
 
     # Structure -------------------------------------------------------------------------------
 
@@ -156,6 +149,8 @@ class RadixTree:
         parent.children[key] = upper
         self.num_nodes += 1
         self.changes += 1
+        self.settle(upper)
+        self.settle(node)
 
         def undo() -> None:
             parent.children[key] = node
@@ -163,6 +158,8 @@ class RadixTree:
             upper.parent = None
             self.num_nodes -= 1
             self.changes += 1
+            self._remove([upper])
+            self.settle(node)
 
         return upper, undo
 
@@ -175,7 +172,26 @@ class RadixTree:
         self.num_nodes += 1
         self.total_bytes += len(edge)
         self.changes += 1
+        self.settle(node)
         return node
+
+    def settle(self, node: Node) -> None:
+        """Tell the restricting components that the node's values are in place."""
+        for _, component in self.picky:
+            component.placed(node)
+
+    def demote(self, root: Root) -> None:
+        """Tell the restricting components that the root was retired."""
+        if self.picky:
+            nodes: list[Node] = [*root.children.values()]
+            for node in nodes:
+                nodes.extend(node.children.values())
+                for _, component in self.picky:
+                    component.demoted(node)
+
+    def _remove(self, nodes: list[Node]) -> None:
+        for _, component in self.picky:
+            component.removed(nodes)
 
     def remove_child(self, node: Node) -> None:
         """Undo `add_child`."""
@@ -186,6 +202,7 @@ class RadixTree:
         self.num_nodes -= 1
         self.total_bytes -= len(node.edge)
         self.changes += 1
+        self._remove([node])
 
     def grow(self, node: Node, edge: bytes, data: list[Any]) -> None:
         """Lengthen a pinned leaf; `data` are its new values."""
@@ -195,6 +212,7 @@ class RadixTree:
         self.total_bytes += len(edge)
         self.pinned_bytes += len(edge)
         self.changes += 1
+        self.settle(node)
 
     def shrink(self, node: Node, edge: bytes, data: list[Any]) -> None:
         """Undo `grow`, given what the node had before."""
@@ -205,6 +223,7 @@ class RadixTree:
         self.total_bytes -= cut
         self.pinned_bytes -= cut
         self.changes += 1
+        self.settle(node)
 
     def append(self, node: Node, tokens: bytes, payload: Any) -> Node:
         """Put `tokens`, of which nothing is known below `node`, there; the node that ends them.
@@ -349,6 +368,7 @@ class RadixTree:
         node.end -= cut // TOKEN_BYTES
         self.total_bytes -= cut
         self.changes += 1
+        self.settle(node)
 
     def _drop(self, victims: list[Node]) -> None:
         """Account for nodes already taken out of their parents, and free what they held."""
@@ -356,6 +376,7 @@ class RadixTree:
             return
         self.num_nodes -= len(victims)
         self.changes += 1
+        self._remove(victims)
         for node in victims:
             node.parent = None
             self.total_bytes -= len(node.edge)

@@ -72,8 +72,14 @@ class Record:
                 self._observe_plain(step, row)
             return
         self.probes += step.plan.probe
+        assert step.proposal is not None
+        drafts = step.proposal.ids_BG.tolist()
         for row in range(len(step.samples)):
-            self._observe_row(step, row)
+            if row < len(step.survival_BG):
+                self._observe_row(step, row, drafts[row])
+            else:
+                # There was nothing to draft for.
+                self._observe_plain(step, row)
         self._observe_chances(step)
         if self.on_round is not None:
             self.on_round(step)
@@ -142,13 +148,9 @@ class Record:
         if len(sample.ids) > step.known[row]:
             self._ceiling.plain(step.keys[row], sample.ids[-1], sample.columns.logprobs[-1])
 
-    def _observe_row(self, step: DraftStep, row: int) -> None:
+    def _observe_row(self, step: DraftStep, row: int, ids: list[int]) -> None:
         sample, drafts, verdict, proposal = step.samples[row], step.drafts[row], step.verdict, step.proposal
         assert verdict is not None and proposal is not None
-        if row >= len(step.survival_BG):
-            # There was nothing to draft for.
-            self._observe_plain(step, row)
-            return
         emitted = len(sample.ids) - step.known[row]
         whole = verdict.num_accepted[row]
         accepted = min(whole, step.keep[row])
@@ -156,28 +158,28 @@ class Record:
         if self._config.mode == "cap_accept":
             self._ceiling.exact(emitted, emitted if sample.finish == "stop" else whole + 1)
         else:
-            self._observe_ceiling(step, row, emitted, accepted)
+            self._observe_ceiling(step, row, ids[: proposal.lens[row]], emitted, accepted)
 
-    def _observe_ceiling(self, step: DraftStep, row: int, emitted: int, accepted: int) -> None:
+    def _observe_ceiling(self, step: DraftStep, row: int, ids: list[int], emitted: int, accepted: int) -> None:
         """What the drafts that were not verified would have added. Rejection that trims rows sampled from
         more than logits over temperature is left out: log p of a draft is not known there."""
         sample, proposal = step.samples[row], step.proposal
         assert proposal is not None
-        ids_G = proposal.ids_BG[row, : proposal.lens[row]]
         log_q = None
         if self._config.rule == "rejection" and not sample.row.greedy:
             if self._config.mode == "compact" and not _plain_temperature(sample.row):
                 return
-            log_q = [0.0] * len(ids_G)
+            log_q = [0.0] * len(ids)
             if proposal.log_q_BG is not None:
-                log_q = proposal.log_q_BG[row, : len(ids_G)].tolist()
+                log_q = proposal.log_q_BG[row, : len(ids)].tolist()
             elif proposal.logits_BGV is not None:
-                scaled_GV = proposal.logits_BGV[row, : len(ids_G)].float() / sample.row.temperature
+                scaled_GV = proposal.logits_BGV[row, : len(ids)].float() / sample.row.temperature
+                ids_G = proposal.ids_BG[row, : len(ids)]
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
         tokens = sample.ids[step.known[row] :]
         logprobs = sample.columns.logprobs[len(sample.columns.logprobs) - emitted :]
         verified = len(step.drafts[row])
-        self._ceiling.step(step.keys[row], ids_G.tolist(), log_q, verified, accepted, tokens, logprobs)
+        self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, tokens, logprobs)
 
     def _observe_chances(self, step: DraftStep) -> None:
         verdict, proposal, rows = step.verdict, step.proposal, len(step.survival_BG)
@@ -188,7 +190,8 @@ class Record:
         for sample, known in zip(step.samples[:rows], chances, strict=True):
             if known:
                 self._estimate.observe(sample.group.arrival, sample.order, known, policy_of(sample))
-        expected = [float(step.survival_BG[b, :count].sum()) for b, count in enumerate(verified)]
+        spent_BG = np.arange(step.survival_BG.shape[1]) < np.asarray(verified)[:, None]
+        expected = np.where(spent_BG, step.survival_BG, 0.0).sum(1).tolist()
         self.switch.observe(step.plan.step, sum(expected), sum(verdict.num_accepted[:rows]), sum(verified))
         policies: dict[str, list[tuple[float, int, int]]] = {}
         for b, anchor in enumerate(step.anchors[:rows]):

@@ -58,10 +58,11 @@ def survival_labels(chances: Sequence[Sequence[float]], verified: Sequence[int],
     Where only outcomes are known their list ends with the first draft that was not kept: survival is
     0 from there to the last verified one.
     """
-    labels_NG = np.full((len(verified), drafts), np.nan)
-    for n, (known, count) in enumerate(zip(chances, verified, strict=True)):
-        labels_NG[n, :count] = 0.0
-        labels_NG[n, : len(known)] = np.cumprod(known)
+    width = max((len(known) for known in chances), default=0)
+    padded_NG = np.array([[*known, *[0.0] * (width - len(known))] for known in chances]).reshape(len(verified), width)
+    labels_NG = np.zeros((len(verified), drafts))
+    labels_NG[:, :width] = np.cumprod(padded_NG, axis=1)
+    labels_NG[np.arange(drafts) >= np.asarray(verified).reshape(-1, 1)] = np.nan
     return labels_NG
 
 
@@ -133,11 +134,11 @@ class OnlineScaling:
         """A step's raw confidence logits, and what became of its drafts. Rounds that verified nothing say
         nothing."""
         labels_BG = survival_labels(chances, verified, self._logits_NG.shape[1])
-        for logits, labels, count in zip(logits_BG, labels_BG, verified, strict=True):
-            if count:
-                place = self._next % len(self._weights_N)
-                self._logits_NG[place], self._labels_NG[place], self._weights_N[place] = logits, labels, 1.0
-                self._next += 1
+        seen = np.flatnonzero(np.asarray(verified))[-len(self._weights_N) :]
+        places = (self._next + np.arange(len(seen))) % len(self._weights_N)
+        self._logits_NG[places], self._labels_NG[places] = logits_BG[seen], labels_BG[seen]
+        self._weights_N[places] = 1.0
+        self._next += len(seen)
 
     def new_policy(self) -> None:
         self._weights_N *= self._fade

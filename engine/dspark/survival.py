@@ -9,8 +9,10 @@ Shapes: B requests, G drafts a request.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -53,7 +55,7 @@ class AcceptanceEstimate:
     def __init__(self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 4.0) -> None:
         self._start, self._fade, self._leaning = start, fade, leaning
         self._width = max_drafts
-        self._sums: dict[Hashable, np.ndarray] = {}
+        self._sums: dict[Hashable, tuple[list[float], list[float]]] = {}
         self._policies: dict[str, None] = {}
 
     def observe(self, group: Hashable, request: Hashable, chances: Sequence[float], policy: str | None = None) -> None:
@@ -65,20 +67,25 @@ class AcceptanceEstimate:
                 oldest = next(iter(self._policies))
                 del self._policies[oldest]
                 self._sums.pop(("policy", oldest), None)
+        # A row's few numbers are quicker one by one than as arrays.
+        fade, width = self._fade, self._width
         for key in _levels(group, request, policy):
-            sums_2G = self._sums.setdefault(key, np.zeros((2, self._width)))
-            sums_2G[:, :count] *= self._fade
-            sums_2G[0, :count] += chances[:count]
-            sums_2G[1, :count] += 1.0
+            sums = self._sums.get(key)
+            if sums is None:
+                sums = self._sums[key] = ([0.0] * width, [0.0] * width)
+            kept, seen = sums
+            for k in range(count):
+                kept[k] = kept[k] * fade + chances[k]
+                seen[k] = seen[k] * fade + 1.0
 
     def survival(self, group: Hashable, request: Hashable, policy: str | None = None) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted."""
-        mean_G = np.full(self._width, self._start)
+        means, leaning = [self._start] * self._width, self._leaning
         for key in _levels(group, request, policy):
-            sums_2G = self._sums.get(key)
-            if sums_2G is not None:
-                mean_G = (sums_2G[0] + self._leaning * mean_G) / (sums_2G[1] + self._leaning)
-        return np.cumprod(mean_G)
+            sums = self._sums.get(key)
+            if sums is not None:
+                means = [(k + leaning * mean) / (n + leaning) for k, n, mean in zip(*sums, means, strict=True)]
+        return np.array(list(accumulate(means, operator.mul)))
 
     def forget_request(self, request: Hashable) -> None:
         self._sums.pop(("request", request), None)

@@ -69,19 +69,25 @@ class HostResult:
         self.finished = parts["finished"]
         self._parts = parts
         self._top_rows = top_rows
+        # Lists of whole bursts: a few numbers of a row are read faster from those than from arrays.
+        self._ids: list[list[int]] = parts["ids"].tolist()
+        self._logprobs: list[list[float]] = parts["logprobs"].tolist()
 
     def tokens(self, row: int, start: int, end: int, want: Want) -> tuple[list[int], Columns]:
         """New tokens [start, end) of a row and the columns it wants."""
-        ids_BW, logprobs_BW = self._parts["ids"], self._parts["logprobs"]
-        places = np.arange(start, end) % ids_BW.shape[1]
-        columns = Columns(logprobs_BW[row, places].tolist())
+        columns = Columns(_around(self._logprobs[row], start, end))
+        ids = _around(self._ids[row], start, end)
+        if row in self._top_rows or want.extra_logprobs or want.entropy:
+            self._add_columns(columns, row, np.arange(start, end) % len(self._ids[row]), want)
+        return ids, columns
+
+    def _add_columns(self, columns: Columns, row: int, places: np.ndarray, want: Want) -> None:
         for name in want.extra_logprobs:
             columns.extra[name] = self._parts["values"][COLUMNS.index(name), row, places].tolist()
         if want.entropy:
             columns.entropy = self._parts["values"][COLUMNS.index("entropy"), row, places].tolist()
         if want.top_logprobs:
             self._add_alternatives(columns, self._top_rows[row], places, want.top_logprobs)
-        return ids_BW[row, places].tolist(), columns
 
     def _add_alternatives(self, columns: Columns, top_row: int, places: np.ndarray, count: int) -> None:
         """In descending order, ties by the lower id."""
@@ -90,6 +96,12 @@ class HostResult:
         order_TK = np.lexsort((ids_TK, -values_TK), axis=-1)
         columns.top_ids = np.take_along_axis(ids_TK, order_TK, -1).tolist()
         columns.top_logprobs = np.take_along_axis(values_TK, order_TK, -1).tolist()
+
+
+def _around(ring: list, start: int, end: int) -> list:
+    """Entries [start, end) of a ring, at most all of it."""
+    first, last = start % len(ring), (end - 1) % len(ring) + 1
+    return ring[first:last] if first < last else ring[first:] + ring[:last]
 
 
 class BurstResult(Protocol):

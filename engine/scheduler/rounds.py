@@ -108,7 +108,9 @@ class DeviceRounds:
         slots = [_slot(sample) for sample in step.samples]
         table = self._pages.table
         held = table.num_pages_S[slots]
-        prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
+        prior_BG = np.zeros((len(slots), self.window - 1))
+        if not self._speculation.drafter.traits.has_confidence:
+            prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
         drafts_BG = None
         if planned.proposal is not None:
             drafts_BG = np.zeros((len(slots), self.window - 1), dtype=np.int64)

@@ -139,7 +139,7 @@ def adapted_gate(
     planes, parts, rows, rank = adapted.h_PGAR.shape
     assert gate_up_T2I.is_contiguous() and parts == 2, f"contiguous rows of two parts, got {parts}"
     assert pool.geometry.widths(adapted.site) == (inner, inner), f"site {adapted.site} is not {inner} wide"
-    columns = block or max(16, min(128 if rank <= 32 else 64, triton.next_power_of_2(inner)))
+    columns = block or max(16, min(128 if rank <= 32 and tiles.block <= 16 else 64, triton.next_power_of_2(inner)))
     wanted = triton.cdiv(inner, columns)
     if next_site is not None:
         wanted = min(wanted, MAX_PLANES, max(8, triton.cdiv(programs, tiles.num_tiles)))

@@ -185,12 +185,12 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         whole, context_B, counts = traffic.whole(), traffic.context_B, step >= steps * (1 - _MEASURED)
         keys, kinds_B = traffic.keys_B.tolist(), traffic.kinds_B.copy()
         most_B = np.minimum(DRAFTS, NEW - traffic.emitted_B - 1)
-        began = time.perf_counter()
+        began = time.thread_time()
         known = [lagged.known(step, key) for key in keys]
         prior = [estimate.survival(key, 0) if own is None else own for own, key in zip(known, keys, strict=True)]
         outlook = Outlook(np.stack(prior), np.zeros(rows, int), most_B, context_B, float(context_B.sum()))
         choice = planner.choose(outlook)
-        planning = time.perf_counter() - began
+        planning = time.thread_time() - began
         lens_B = np.zeros(rows, dtype=np.int64)
         if choice.drafting:
             fresh_BG = traffic.believed()
@@ -210,9 +210,9 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
             share=choice.slots / (rows * DRAFTS) if ragged and choice.drafting else 1.0,
         )
         seconds = times.seconds(rows, tier, choice.drafting * shape.share * DRAFTS, shape.tokens_read)
-        began = time.perf_counter()
+        began = time.thread_time()
         cost.observe(shape, measured(shape))
-        planning += time.perf_counter() - began
+        planning += time.thread_time() - began
         for key, length, emitted in zip(keys, lens_B.tolist(), tokens_B.tolist(), strict=True):
             if length:
                 estimate.observe(key, 0, [1.0] * (emitted - 1) + [0.0] * (emitted - 1 < length))

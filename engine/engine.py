@@ -20,8 +20,8 @@ from engine.build import Parts, load_parts
 from engine.collector import Collector
 from engine.config import EngineConfig
 from engine.dspark.report import DraftReport
-from engine.dspark.watching import DraftWatcher, hand_over
-from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError, Unsupported
+from engine.dspark.watching import Drafting
+from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
 from engine.loops import make_loop
 from engine.memory.allocator import PageState
 from engine.metrics import EngineGauges
@@ -91,6 +91,7 @@ class Engine:
         self._updates = Updates(parts, self._scheduler, self._pause, lambda: self._loop.settle(), self._fail_all)
         self.policy = self._updates.policy
         self._loop: SerialLoop | OverlappedLoop = make_loop(parts, self._scheduler, self._committer)
+        self.drafting = Drafting(parts.speculation, parts.pages, self._committer, lambda: self._loop.settle())
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -316,31 +317,6 @@ class Engine:
         """Sums over speculation since the start; empty without a drafter."""
         speculation = self._parts.speculation
         return DraftReport() if speculation is None else speculation.record.report()
-
-    def watch_drafts(self, watcher: DraftWatcher | None) -> None:
-        """Tell `watcher` of rounds and of finished samples with the target's states (`dspark.keep_states`)."""
-        speculation = self._parts.speculation
-        states = None if speculation is None else getattr(speculation.drafter, "states", None)
-        if watcher is None:
-            self._committer.on_finish = None
-        elif states is None:
-            raise Unsupported(field="dspark.keep_states", expected="true, to watch drafts", actual=False)
-        else:
-            self._committer.on_finish = partial(hand_over, watcher, states, self._parts.pages)
-        if speculation is not None:
-            speculation.record.on_round = None if watcher is None else watcher.on_round
-
-    def refit_confidences(self) -> bool:
-        """Fit the temperatures of a drafter's confidences to what serving has shown; False where that is too
-        little."""
-        speculation = self._parts.speculation
-        return speculation is not None and speculation.record.refit()
-
-    def stop_drafting(self, reason: str) -> None:
-        """Nothing is drafted until the drafter gets other weights."""
-        if self._parts.speculation is not None:
-            self._loop.settle()
-            self._parts.speculation.faulty = reason
 
     def draft_counters(self) -> dict[str, float]:
         """The report's totals over domains, positions and bins, by `draft_` and name."""

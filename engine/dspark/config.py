@@ -40,7 +40,7 @@ class DSparkConfig:
     `cost` is the file that they are kept in and read from, which must be of such an engine (None: a
     GPU's under the user's cache folder, a CPU's nowhere). `keep_states` keeps what the drafter reads of the
     target, and what the target's head reads, for every cached token: a trainer in this process learns
-    from it (`Engine.watch_drafts`).
+    from it (`Engine.drafting`).
     """
 
     drafter: str = "none"

@@ -28,12 +28,20 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
     def main(
         preset: Annotated[str, typer.Option(help="Name of a preset.")] = default,
         settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
+        drafter: Annotated[str | None, typer.Option(help="A drafter's folder, or ngram: rollouts speculate.")] = None,
+        online_drafter: Annotated[
+            bool, typer.Option("--online-drafter", help="Train the drafter (a new one, unless given) from rollouts.")
+        ] = False,
         resume: Annotated[Path | None, typer.Option(help="Output folder of a run to go on with.")] = None,
         max_steps: Annotated[int | None, typer.Option(help="Stop (and save) after this train_step.")] = None,
         show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
     ) -> None:
         quiet()
         overrides = list(settings or [])
+        if drafter is not None:
+            overrides.append(f"rollout.engine.dspark.drafter={json.dumps(drafter)}")
+        if online_drafter:
+            overrides.append("online.enabled=true")
         try:
             if resume is not None:
                 preset, overrides = _recipe_of(resume, overrides)

@@ -11,6 +11,8 @@ from engine.errors import InvalidRequest
 from recipes.arithmetic import SumsConfig
 from recipes.digit_pairs import DigitPairsConfig
 from recipes.tracking import TrackingConfig
+from trainer_bridge.drafter.initial import DrafterShape
+from trainer_bridge.drafter.online_trainer import OnlineConfig
 from trainer_bridge.losses import LossConfig
 from trainer_bridge.trainer import OptimConfig
 
@@ -111,14 +113,24 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlineDrafterConfig:
+    """Trains the drafter of `rollout.engine.dspark` from the run's rollouts, or, where that names none, one of
+    `shape` that begins knowing nothing."""
+
+    enabled: bool = False
+    shape: DrafterShape = DrafterShape(layers=2, markov_rank=64)
+    training: OnlineConfig = OnlineConfig()
+
+
+@dataclass(frozen=True, slots=True)
 class GrpoConfig:
     """`steps` is the train_step count of the whole run, `max_steps` where this process stops (and
     saves) before it. `trainer_threads` None leaves torch as it is: two threads are faster on idle
     cores and many times slower on busy ones. `shuffle_rewards` gives every sample another one's
     reward, a control that must not learn. `overlong_buffer` tokens before the limit answers begin
     to lose reward (DAPO; 0 switches it off). With `adapter` a LoRA policy is trained and published
-    instead of the whole model. Every `evaluate_every` steps the held-out questions
-    are asked (0: before and after the run only)."""
+    instead of the whole model; `online` trains a drafter beside the policy. Every `evaluate_every` steps
+    the held-out questions are asked (0: before and after the run only)."""
 
     output: Path = Path("outputs/grpo")
     seed: int = 0
@@ -138,9 +150,16 @@ class GrpoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = LossConfig(kind="dr_grpo")
     optim: OptimConfig = OptimConfig(learning_rate=1.2e-3, eps=1e-2, decay_steps=36)
+    online: OnlineDrafterConfig = OnlineDrafterConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     def __post_init__(self) -> None:
+        if self.online.enabled and (self.rollout.where != "colocated" or self.adapter is not None):
+            raise InvalidRequest(
+                field="online.enabled",
+                expected="false, unless engine and trainer of a whole policy are colocated",
+                actual=self.rollout.where if self.adapter is None else "an adapter",
+            )
         if not 0 <= self.overlong_buffer <= self.rollout.max_new:
             raise InvalidRequest(
                 field="overlong_buffer", expected=f"0 to {self.rollout.max_new}", actual=self.overlong_buffer

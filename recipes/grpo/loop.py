@@ -14,6 +14,8 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,8 @@ from torch import nn
 from engine.config import describe
 from recipes.arithmetic import SumQuestion, SumsConfig, make_sums
 from recipes.digit_pairs import make_digit_pairs
-from recipes.grpo.config import GrpoConfig
+from recipes.grpo.config import GrpoConfig, RolloutConfig
+from recipes.grpo.drafting import BEGINNING, RunDrafter, new_drafter
 from recipes.grpo.learner import Learner
 from recipes.grpo.order import Order
 from recipes.grpo.policy import make_policy
@@ -93,13 +96,16 @@ class GrpoRun:
             save_policy(initial, self.policy.model, self.policy.tokenizer)
             student = make_student(self.policy, config.adapter, config.seed, self.checkpoint and self.checkpoint.policy)
             learner = self._learner(student)
-            with serving(initial, config.rollout, self.device) as served, interruptible() as interrupted:
+            rollout = self._with_drafter(initial)
+            with serving(initial, rollout, self.device) as served, interruptible() as interrupted:
                 turns = config.task.turns
                 sampler = Sampler(served, self.policy, config.rollout, config.seed, turns, student.adapter)
                 self.state.policy_version = student.connect(served, config.rollout.timeout_s, self.state.policy_version)
                 if self.checkpoint is None:
                     self.state.reward_before = self._evaluate(sampler)
+                self.drafter = RunDrafter(config, served, self.checkpoint is not None)
                 reward_after = self._learn(served, sampler, student, learner, interrupted, started)
+                self.drafter.export(config.output / "drafter")
             learner.trainer.restore()
             student.save(config.output / "policy")
         finally:
@@ -123,6 +129,7 @@ class GrpoRun:
         while state.train_step < last and not interrupted:
             step_started = time.monotonic()
             questions = self.order.take(self.questions.training, config.rollout.groups)
+            self.drafter.before_rollout()
             rollout = sampler.rollout(questions, state.train_step, state.policy_version)
             values = self._trainers_turn(served, student, learner, rollout, last, interrupted, started)
             values["timing_s/step"] = time.monotonic() - step_started
@@ -147,6 +154,9 @@ class GrpoRun:
         up its memory first and takes the rest of it back last, after the trainer has gone."""
         config, state, trainer = self.config, self.state, learner.trainer
         clock = Clock()
+        # Its targets are the policy's that played: it learns before that changes.
+        drafted = self.drafter.after_rollout()
+        clock.lap("timing_s/update_drafter")
         released = served.release()
         trainer.restore()
         clock.lap("timing_s/to_trainer")
@@ -167,6 +177,7 @@ class GrpoRun:
         if state.train_step % config.checkpoint_every == 0 or state.train_step == last or interrupted:
             root = config.output / "checkpoints"
             save_checkpoint(root, state.train_step, trainer, student.save, state.to_dict())
+            self.drafter.save()
             clock.lap("timing_s/checkpoint")
         shares = config.rollout.where == "colocated" and config.rollout.offload_trainer
         offloaded = trainer.offload() if shares else 0
@@ -174,12 +185,26 @@ class GrpoRun:
         clock.lap("timing_s/to_engine")
         return {
             **values,
+            **drafted,
             **clock.laps,
             "memory/released_gib": sum(released.values()) / 2**30,
             "memory/trainer_offloaded_gib": offloaded / 2**30,
             "rollout/update_pause_ms": published.pause_ms,
             "train/policy_version": float(published.version),
         }
+
+    def _with_drafter(self, initial: Path) -> RolloutConfig:
+        """The settings of rollouts, with a drafter to train where one is wanted."""
+        config, rollout = self.config, self.config.rollout
+        if not config.online.enabled:
+            return rollout
+        dspark = replace(rollout.engine.dspark, keep_states=True)
+        if not dspark.enabled:
+            folder = config.output / BEGINNING
+            if not folder.is_dir():
+                new_drafter(folder, initial, self.policy, config.online.shape, config.seed)
+            dspark = replace(dspark, drafter=str(folder))
+        return replace(rollout, engine=replace(rollout.engine, dspark=dspark))
 
     def _warm_up(self) -> None:
         config = self.config

@@ -17,6 +17,12 @@ CURVES = {
     "update pause (ms)": ("rollout/update_pause_ms",),
     "answer length (tokens)": ("response_length/mean",),
 }
+DRAFT_CURVES = {
+    "tokens a verify step": ("draft/accept_length", "draft/window"),
+    "drafts accepted, steps that draft (shares)": ("draft/accepted", "draft/drafting"),
+    "drafter version": ("drafter/version",),
+}
+"""Of runs that speculate."""
 
 
 def run_results(history: Sequence[Mapping[str, float]], output: Path, metrics: Path) -> dict[str, Any]:
@@ -56,10 +62,26 @@ def step_means(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "released_gib": round(mean("memory/released_gib"), 3),
         "step_seconds": round(mean("timing_s/step"), 3),
         "rollout_seconds": round(mean("timing_s/gen"), 3),
+        **_drafts(history),
         "train_seconds": round(mean("timing_s/update_actor"), 3),
         "publish_seconds": round(mean("timing_s/param_sync"), 3),
         "hand_over_seconds": round(mean("timing_s/to_trainer") + mean("timing_s/to_engine"), 3),
     }
+
+
+def _drafts(history: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Of runs that speculate: [train_step, policy version, accept length, milliseconds of rollout a token]."""
+    rows = [
+        [
+            int(values["step"]),
+            int(values["train/policy_version"]) - 1,
+            round(values["draft/accept_length"], 3),
+            round(1e3 * values["timing_s/gen"] / values["rollout/tokens"], 4),
+        ]
+        for values in history
+        if "draft/accept_length" in values and values.get("rollout/tokens")
+    ]
+    return {"accept_lengths": rows} if rows else {}
 
 
 def read_series(metrics: Path) -> dict[str, dict[int, float]]:
@@ -79,11 +101,13 @@ def draw_curves(metrics: Path, image: Path) -> None:
     from matplotlib.figure import Figure
 
     series = read_series(metrics)
-    figure = Figure(figsize=(12, 6.5))
+    curves = CURVES | (DRAFT_CURVES if "draft/accept_length" in series else {})
+    rows = -(-len(curves) // 3)
+    figure = Figure(figsize=(12, 3.25 * rows))
     FigureCanvasAgg(figure)
     # Fixed margins: a layout engine draws everything twice.
     figure.subplots_adjust(left=0.05, right=0.98, top=0.95, bottom=0.08, hspace=0.35, wspace=0.2)
-    for axes, (title, names) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
+    for axes, (title, names) in zip(figure.subplots(rows, 3).flat, curves.items(), strict=True):
         for name in names:
             points = sorted(series.get(name, {}).items())
             marker = "o" if len(points) < 5 else None

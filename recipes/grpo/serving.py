@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from engine.dspark.report import DraftReport
 from engine.types import GroupOutput, GroupRequest
 from recipes.grpo.config import RolloutConfig
 from trainer_bridge.control import AdapterControl, UpdateControl
@@ -24,6 +25,7 @@ from trainer_bridge.transports.in_process import InProcessControl, InProcessTran
 
 if TYPE_CHECKING:
     from engine import Engine
+    from engine.build import Parts
     from rollout.client import Client
 
 CONCURRENT_GROUPS = 64
@@ -45,6 +47,10 @@ class Serving(Protocol):
 
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]: ...
 
+    def draft_report(self) -> DraftReport:
+        """Sums over speculation; empty where nothing drafts."""
+        ...
+
     def release(self) -> Mapping[str, int]:
         """Bytes given up, by tag."""
         ...
@@ -57,7 +63,8 @@ class Serving(Protocol):
 class ServiceServing:
     """Engines with devices of their own: they serve on while the trainer works."""
 
-    def __init__(self, client: Client, timeout_s: float) -> None:
+    def __init__(self, client: Client, timeout_s: float, drafts: bool) -> None:
+        self._drafts = drafts
         self.control: UpdateControl = client
         self.adapters: AdapterControl = client
         self.transport: Transport = BodyTransport()
@@ -79,6 +86,13 @@ class ServiceServing:
         with ThreadPoolExecutor(CONCURRENT_GROUPS) as threads:
             return list(threads.map(ask, requests))
 
+    def draft_report(self) -> DraftReport:
+        if not self._drafts:
+            return DraftReport()
+        from rollout.draft_metrics import read_report
+
+        return read_report(self._client.metrics())
+
     def release(self) -> Mapping[str, int]:
         return {}
 
@@ -93,7 +107,8 @@ class ColocatedServing:
     """One engine on the trainer's device. Released weights are not kept: every train_step ends in
     an update that brings all of them. (One that brings an adapter alone releases none.)"""
 
-    def __init__(self, engine: Engine, release: tuple[str, ...]) -> None:
+    def __init__(self, engine: Engine, parts: Parts, release: tuple[str, ...]) -> None:
+        self.parts = parts
         self.control = InProcessControl(engine)
         self.adapters: AdapterControl = self.control
         self.transport: Transport = InProcessTransport()
@@ -102,6 +117,9 @@ class ColocatedServing:
 
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
         return self.engine.generate(requests)
+
+    def draft_report(self) -> DraftReport:
+        return self.engine.draft_report()
 
     def release(self) -> Mapping[str, int]:
         if not self._tags:
@@ -123,10 +141,11 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterat
     """Engines that serve the policy in `folder`, which must stay as it is: an engine that is
     replaced starts from it. A colocated one is on the trainer's `device`."""
     if config.where == "colocated":
-        from engine import Engine
+        from engine.build import load_parts
+        from engine.engine import Engine
 
-        engine = Engine.from_pretrained(folder, replace(config.engine, device=str(device)))
-        yield ColocatedServing(engine, config.release)
+        parts = load_parts(folder, replace(config.engine, device=str(device)))
+        yield ColocatedServing(Engine(parts), parts, config.release)
         return
     from rollout.client import Client
     from rollout.config import FleetConfig, ServeConfig
@@ -143,4 +162,4 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterat
         start_service(settings, start_timeout_s=config.start_timeout_s) as service,
         Client(service.url, timeout_s=config.timeout_s) as client,
     ):
-        yield ServiceServing(client, config.timeout_s)
+        yield ServiceServing(client, config.timeout_s, config.engine.dspark.enabled)

@@ -23,6 +23,7 @@ FREE = (
     "rollout.where",
     "rollout.release",
     "rollout.offload_trainer",
+    "online.",
 )
 """Settings that may differ after a resume: they change no sample and no update."""
 

@@ -24,7 +24,7 @@ class TakingTurns(ColocatedServing):
     """`adapters` may be updated by any thread too; everything else is for one at a time."""
 
     def __init__(self, single: ColocatedServing) -> None:
-        super().__init__(single.engine, ())
+        super().__init__(single.engine, single.parts, ())
         self._lock = threading.Lock()
         self._control = self.control
         self.adapters = self

@@ -17,6 +17,7 @@ from recipes.chat_codec import ChatCodec
 from recipes.grpo.config import ChatModel
 from recipes.grpo.policy import make_policy
 from recipes.grpo.warmup import warm_up
+from recipes.tokenizers import mask_token
 from recipes.train_drafter.config import TaughtModel
 from rollout.model_catalog import resolve_model
 from trainer_bridge.checkpoint import save_policy
@@ -44,7 +45,7 @@ def find_target(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
             raise InvalidRequest(field="target.name", expected="a model with a chat template", actual=config.name)
-        return Target(config.name, folder, ChatCodec(tokenizer), [tokenizer.eos_token_id], _mask_id(tokenizer))
+        return Target(config.name, folder, ChatCodec(tokenizer), [tokenizer.eos_token_id], mask_token(tokenizer))
     folder = output / "target"
     saved = folder if (folder / "config.json").is_file() else None
     policy = make_policy(config.shape, seed, saved)
@@ -53,16 +54,5 @@ def find_target(
         steps = config.warmup.steps
         warm_up(policy, questions, config.task, config.warmup, seed, lambda step, loss: observe(step + 1, steps, loss))
         save_policy(folder, policy.model, policy.tokenizer)
-    unknown = policy.tokenizer.unk_token_id
-    assert isinstance(unknown, int), "the characters' tokenizer has a token for others"
     assert isinstance(policy.codec, CharacterCodec)
-    return Target("a model taught sums", folder, policy.codec, [policy.end_id], unknown)
-
-
-def _mask_id(tokenizer) -> int:
-    """The tokenizer's own mask, else its token for unknown text, else the last id that ends nothing."""
-    for candidate in (tokenizer.mask_token_id, tokenizer.unk_token_id):
-        if candidate is not None and candidate != tokenizer.eos_token_id:
-            return int(candidate)
-    last = len(tokenizer) - 1
-    return last - (last == tokenizer.eos_token_id)
+    return Target("a model taught sums", folder, policy.codec, [policy.end_id], mask_token(policy.tokenizer))

@@ -64,7 +64,7 @@ class OnlineTrainer:
         # The engine's own is changed by updates alone.
         self.model = copy.deepcopy(served).requires_grad_(True)
         self.recorder = RolloutRecorder(parts.model, config.keep_every)
-        engine.watch_drafts(self.recorder)
+        engine.drafting.watch(self.recorder)
         self.trainer = DrafterTrainer(self.model, shared_ends(parts.model), config.loss, config.optim, seed)
         self.ladder = DriftLadder(config.drift)
         self.buffer = ReplayBuffer(config.replay_mib << 20, self.model.spec.num_drafts)
@@ -83,10 +83,10 @@ class OnlineTrainer:
             if answer != "none":
                 # What was played before the answer says nothing of what comes after it.
                 break
-        if answer == "refit" and not self._engine.refit_confidences():
+        if answer == "refit" and not self._engine.drafting.refit():
             answer = "train"
         if answer == "disable":
-            self._engine.stop_drafting("the drafter has drifted from its policy")
+            self._engine.drafting.stop("the drafter has drifted from its policy")
             self._stopped_at = self._rollouts
         due = self.config.every and self._rollouts % self.config.every == 0
         retry = self.ladder.disabled and self._rollouts - self._stopped_at >= self.config.retry_after

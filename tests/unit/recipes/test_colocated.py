@@ -129,6 +129,45 @@ typer.run(grpo.main)
     assert "wandb is not installed" in done.stderr
 
 
+ONLINE = [
+    'rollout.engine.dspark.mode="static"',
+    "rollout.engine.dspark.sweep_seconds=0.0",
+    "model.num_layers=3",
+    "online.enabled=true",
+    "online.shape.layers=1",
+    "online.shape.block=4",
+    "online.shape.markov_rank=8",
+    "online.training.batch=8",
+    "online.training.optim.learning_rate=0.01",
+    "online.training.optim.warmup=0.0",
+]
+
+
+def test_a_run_trains_publishes_and_exports_its_drafter(tmp_path: Path) -> None:
+    result = execute(tmp_path, *TINY, *SUMS, *ONLINE, "online.training.steps=2", "evaluate_every=0", preset="demo")
+    assert [row[:2] for row in result["accept_lengths"]] == [[1, 0], [2, 1]]
+    series = read_series(tmp_path / "metrics.jsonl")
+    assert series["drafter/version"] == {1: 1.0, 2: 2.0} and series["train/policy_version"] == {1: 1.0, 2: 2.0}
+    assert series["draft/accept_length"][1] >= 1.0 and series["drafter/replay_examples"][2] > 8
+    assert (tmp_path / "drafter" / "README.md").is_file() and (tmp_path / "curves.png").is_file()
+
+
+@pytest.mark.slow
+def test_an_online_drafter_learns_beside_a_policy_that_does_not_notice(tmp_path: Path) -> None:
+    settings = [*TINY, *SUMS, *ONLINE, "steps=4", "evaluate_every=2", "warmup.steps=60", "online.training.steps=15"]
+    plain = execute(tmp_path / "plain", *settings, "online.enabled=false", preset="demo")
+    execute(tmp_path / "online", *settings, "max_steps=2", preset="demo")
+    whole = execute(tmp_path / "online", *settings, preset="demo", resume=True)
+    assert whole["reward_curve"] == plain["reward_curve"] and whole["policy_version"] == plain["policy_version"] == 4
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(weights(tmp_path / "online")[name], value, atol=1e-3, rtol=1e-3)
+    series = read_series(tmp_path / "online" / "metrics.jsonl")
+    lengths = [series["draft/accept_length"][step] for step in range(1, 5)]
+    assert lengths[-1] > lengths[0] + 0.1, lengths
+    # A resumed run serves and publishes the drafter it goes on with.
+    assert [series["drafter/version"][step] for step in range(1, 5)] == [1, 2, 2, 3]
+
+
 def test_contradictory_settings_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"rollout\.engines"):
         RolloutConfig(where="colocated", engines=2)
@@ -136,5 +175,7 @@ def test_contradictory_settings_are_refused_by_name() -> None:
         configuration("demo", ["rollout.where=nowhere"])
     with pytest.raises(InvalidRequest, match=r"warmup\.steps"):
         configuration("smollm2", ["warmup.steps=3"])
+    with pytest.raises(InvalidRequest, match=r"online\.enabled"):
+        configuration("demo", ["online.enabled=true"])
     with pytest.raises(InvalidRequest, match="overlong_buffer"):
         configuration("dapo", ["overlong_buffer=13"])

@@ -40,7 +40,7 @@ def test_recorded_states_are_those_of_scoring(t_full, drafter, fields):
     """Through prompts, prefix hits, forks, rounds, plain steps and retraction."""
     engine, parts = engine_of(t_full, drafter, kv_tokens=160, prefill_tokens=8, **fields)
     recorder = RolloutRecorder(parts.model)
-    engine.watch_drafts(recorder)
+    engine.drafting.watch(recorder)
     play(engine, n=4, temperature=1.0, seed=3)
     assert engine.counters.hit_tokens > 0
     recorded, _ = recorder.take()
@@ -107,6 +107,6 @@ def test_drift_is_answered_by_refit_training_and_stopping(t_full, drafter):
 def test_watching_needs_states(t_full, drafter):
     engine = make_engine(t_full, dspark=dspark(drafter))
     with pytest.raises(Unsupported, match="keep_states"):
-        engine.watch_drafts(RolloutRecorder(engine._parts.model))
+        engine.drafting.watch(RolloutRecorder(engine._parts.model))
     with pytest.raises(Unsupported, match="keep_states"):
         make_engine(t_full, dspark=dspark("ngram", keep_states=True))

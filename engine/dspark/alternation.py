@@ -7,6 +7,8 @@ was nothing, and ever more rarely while the answer is no. Ignores the answer (`e
 
 from __future__ import annotations
 
+_BRIEFLY = 8
+"""Steps until the next question where no row had room for a draft, which says nothing of the next one."""
 _MOST = 16
 """Times `probe_every` steps that pass at most between two questions."""
 
@@ -34,6 +36,10 @@ class Alternation:
         else:
             self._left = self._patience
             self._patience = min(2 * self._patience, _MOST * self._probe_every)
+
+    def had_no_room(self) -> None:
+        """Rows at their ends, or where the drafter does not reach: whether drafting pays was not the question."""
+        self._left = _BRIEFLY
 
     def hint(self) -> None:
         """There is something to draft, as far as the host can see."""

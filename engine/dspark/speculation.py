@@ -137,7 +137,9 @@ class Speculation:
         samples, most = [samples[b] for b in order], [most[b] for b in order]
         step = self._plan(samples, most)
         self.record.planning_seconds += time.perf_counter() - began
-        if self.alternation is not None:
+        if self.alternation is not None and not (any(most) or self.drafter.traits.foreseen):
+            self.alternation.had_no_room()
+        elif self.alternation is not None:
             self.alternation.answered(step.plan.drafting, step.plan.probe, any(most))
         return step, most, proposal
 

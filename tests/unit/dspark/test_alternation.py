@@ -43,3 +43,11 @@ def test_a_hint_ends_waiting_only_where_there_was_nothing_to_draft():
     assert alternation.wants_hints and not alternation.asks
     alternation.hint()
     assert alternation.asks
+
+
+def test_rows_at_their_ends_do_not_end_drafting():
+    alternation = Alternation(probe_every=64)
+    alternation.had_no_room()
+    assert not alternation.asks
+    alternation.passed(8)
+    assert alternation.asks and not alternation.wants_hints

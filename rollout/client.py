@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
-
-import numpy as np
 
 from engine.errors import DeadlineExceeded
 from engine.types import (
@@ -24,24 +21,20 @@ from engine.types import (
     AdapterRef,
     AdapterReport,
     AdapterUpdateReport,
-    DraftWindow,
     GroupOutput,
-    GroupRequest,
     NamedTensor,
     PauseMode,
     PauseReport,
-    SampleResume,
-    SamplingParams,
     ScoreOutput,
     ScoreRequest,
     UpdateBegin,
     UpdateProgress,
     UpdateReport,
-    Want,
 )
+from rollout.client_calls import Ids, body_parts, envelope, generate_call, new_id
 from rollout.client_http import HttpCaller, RetryPolicy, ServerLost
 from rollout.codec import as_ids
-from rollout.protocol import AdapterSource, ChatMessage, Event, GenerateCall, Health, MemoryReport, Reply, VersionReport
+from rollout.protocol import AdapterSource, Event, GenerateCall, Health, MemoryReport, Reply, VersionReport
 from rollout.routes import ROUTES_BY_NAME, Route
 
 __all__ = ["AsyncClient", "Client", "RetryPolicy", "ServerLost", "generate_call"]
@@ -50,71 +43,6 @@ T = TypeVar("T")
 _ANSWER_S = 5.0
 _BODY_BYTES = 32 * 2**20
 """Tensors of one body; a server takes twice as much."""
-Ids = Sequence[int] | np.ndarray
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex
-
-
-def generate_call(
-    prompt_ids: Ids | None = None,
-    *,
-    text: str | None = None,
-    messages: Sequence[ChatMessage | dict[str, str]] | None = None,
-    n: int = 1,
-    sampling: SamplingParams | None = None,
-    want: Want | None = None,
-    stop: Sequence[str] = (),
-    keep_stop: bool = False,
-    want_text: bool | None = None,
-    adapter: AdapterRef | None = None,
-    cache_salt: str = "",
-    session_id: str | None = None,
-    min_policy_version: int | None = None,
-    group_id: str | None = None,
-    resume: list[SampleResume] | None = None,
-    draft_window: DraftWindow | None = None,
-    domain: str = "",
-    op_id: str | None = None,
-    timeout_s: float | None = None,
-) -> GenerateCall:
-    """The body of a generation. The prompt is given once: as ids, as text, or as messages.
-
-    `want_text` None asks for text where the prompt was not given as ids.
-    """
-    request = GroupRequest(
-        group_id=group_id or new_id(),
-        prompt_ids=as_ids("prompt_ids", [] if prompt_ids is None else prompt_ids),
-        n=n,
-        sampling=sampling or SamplingParams(),
-        want=want or Want(),
-        adapter=adapter,
-        cache_salt=cache_salt,
-        session_id=session_id,
-        min_policy_version=min_policy_version,
-        resume=resume,
-        draft_window=draft_window,
-        domain=domain,
-    )
-    chat = None
-    if messages is not None:
-        chat = [item if isinstance(item, ChatMessage) else ChatMessage(**item) for item in messages]
-    return GenerateCall(
-        **_envelope(op_id, timeout_s),
-        request=request,
-        text=text,
-        messages=chat,
-        stop=list(stop),
-        keep_stop=keep_stop,
-        want_text=prompt_ids is None if want_text is None else want_text,
-    )
-
-
-def _envelope(op_id: str | None, timeout_s: float | None) -> dict[str, Any]:
-    """What every body has: an id of its own, and the time after which nobody waits."""
-    deadline_ms = None if timeout_s is None else max(1, round(timeout_s * 1000))
-    return {"op_id": op_id or new_id(), "deadline_ms": deadline_ms}
 
 
 class AsyncClient:
@@ -160,7 +88,7 @@ class AsyncClient:
         """
         route, seconds = ROUTES_BY_NAME[name], self.timeout_s if timeout_s is None else timeout_s
         assert route.request is not None, f"{name} takes no body"
-        return await self._send(route, route.request(**_envelope(None, seconds), **fields), seconds, size)
+        return await self._send(route, route.request(**envelope(None, seconds), **fields), seconds, size)
 
     async def _send(self, route: Route, body: Any, seconds: float, size: int = 0) -> Reply[Any]:
         # The service ends late work itself and says so; leave its answer the time to arrive.
@@ -422,20 +350,6 @@ class Client:
 
     def ready(self) -> bool:
         return self._run(self._client.ready())
-
-
-def body_parts(tensors: Sequence[NamedTensor], limit: int) -> Iterator[list[NamedTensor]]:
-    """Consecutive tensors, as many together as the limit allows."""
-    part: list[NamedTensor] = []
-    size = 0
-    for item in tensors:
-        if part and size + item.data.nbytes > limit:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += item.data.nbytes
-    if part:
-        yield part
 
 
 async def _opened(url: str, options: dict[str, Any]) -> AsyncClient:

@@ -1,0 +1,67 @@
+"""Rounds of speculation on a GPU: captured, launched ahead, and equal to decoding without drafts."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.test_engine_gpu import assert_equal, work
+from tests.support import make_engine
+from tests.unit.dspark.served import dspark, save_random
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FIELDS = dict(device="cuda", attention="triton", page_size=16, kv_tokens=16384, max_running=32, prefill_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("rounds") / "d0")
+
+
+def speculating(folder, drafter, loop="overlapped", **fields):
+    return make_engine(folder, loop=loop, burst=8, dspark=dspark(drafter, **fields), **FIELDS)
+
+
+@pytest.mark.parametrize("mode", ["static", "compact", "cap_accept"])
+def test_coupled_rounds_equal_plain_steps(t_full, drafter, mode):
+    engine = speculating(t_full, drafter, mode=mode, least=1)
+    plain = make_engine(t_full, loop="overlapped", burst=8, **FIELDS)
+    engine._parts.pages.draft_pool.fill(float("nan"))
+    expected = plain.generate(list(work()))
+    for _ in range(2):  # the second turn replays what the first captured
+        assert_equal(engine.generate(list(work())), expected)
+    engine.check()
+    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
+
+
+def test_rejection_rounds_equal_the_serial_loops(t_full, drafter):
+    """Whole windows in every round, so that both loops judge the same drafts with the same noise."""
+    fast, serial = (speculating(t_full, drafter, loop, rule="rejection") for loop in ("overlapped", "serial"))
+    assert_equal(fast.generate(list(work())), serial.generate(list(work())))
+    assert fast.draft_counters()["draft_accepted"] == serial.draft_counters()["draft_accepted"]
+    assert fast.counters.device_rounds > 10
+    fast.check()
+
+
+def test_ngram_rounds_equal_plain_steps(t_full):
+    engine = speculating(t_full, "ngram", probe_every=2)
+    plain = make_engine(t_full, loop="overlapped", burst=8, **FIELDS)
+    assert_equal(engine.generate(list(work())), plain.generate(list(work())))
+    assert engine.counters.device_rounds > 0
+    engine.check()
+
+
+def test_rounds_after_memory_was_released(t_full, drafter):
+    """Graphs of rounds are dropped with the memory tag that holds them, and captured again."""
+    engine = speculating(t_full, drafter)
+    first = engine.generate(list(work()))
+    held = engine.gauges().graphs_bytes
+    engine.release_memory(["graphs"])
+    assert engine.gauges().graphs_bytes < held
+    engine.resume_memory(["graphs"])
+    assert_equal(engine.generate(list(work())), first)
+    assert np.isfinite(first[0].samples[0].logprobs).all()
+    engine.check()

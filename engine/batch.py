@@ -50,6 +50,8 @@ class ForwardBatch:
     shared_prefixes: list[SharedPrefix] = field(default_factory=list)
     adapters: AdapterStep | None = None
     logit_adapters: AdapterStep | None = None
+    state_slots: list[int] | None = None
+    """Per row, where the states of recurrent layers are; a row's is changed by the pass."""
 
     @property
     def num_rows(self) -> int:

@@ -18,19 +18,22 @@ from engine.adapters import Adapters
 from engine.attention.base import AttentionBackend
 from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
+from engine.cache.full import FullAttention
 from engine.cache.prefix_cache import PrefixCache
+from engine.cache.recurrent import RecurrentState
 from engine.config import EngineConfig, SchedulerConfig, number
 from engine.dspark.build import load_drafter
 from engine.dspark.config import check_config
 from engine.dspark.drafter import Drafter
 from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, Unsupported
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import adapter_mib, pool_budget, whole_pages
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
+from engine.memory.state_pool import StatePool
 from engine.metrics import EngineCounters
 from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
@@ -38,10 +41,15 @@ from engine.models.spec import DTYPES, ModelSpec, read_spec
 from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
+from engine.scheduler.states import RecurrentSlots
 from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
 from engine.weights.layout import WeightedModel
 from engine.weights.loader import load_weights
+
+STATES_PER_ROW = 8
+"""Slots of recurrent states for each row that may run: two for it, two for a sequence that prefills or waits
+to be forked beside it, the rest for the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -85,18 +93,23 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     draft = None if drafter is None else drafter.kv
     room = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
     config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=room))
-    config = _size_pool(config, spec, device, dtype, draft)
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
+    state_pool = _state_pool(spec, config, dtype, device)
+    config = _size_pool(config, spec.attending, device, dtype, draft)
     num_pages = number(config.cache.kv_tokens) // page_size
-    pool = KVPool(spec, num_pages + 1, page_size, dtype, device)
+    pool = KVPool(spec.attending, num_pages + 1, page_size, dtype, device)
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
-    backend = make_attention(config.attention, spec, device, config.deterministic, dtype)
+    backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)
-    cache = PrefixCache(allocator, page_size)
+    slots = PageAllocator(0 if state_pool is None else state_pool.num_slots - 1)
+    recurrent = () if state_pool is None else (RecurrentState(slots),)
+    cache = PrefixCache(allocator, page_size, (FullAttention(allocator, page_size), *recurrent))
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
     table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
-    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool)
+    states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache)
+    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states)
     runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
+    runner.states = state_pool
     speculation = None
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
@@ -135,6 +148,14 @@ def make_speculation(
     return Speculation(dspark, drafter, pages, sampler, spec.context_len, cost, torch.device(config.device))
 
 
+def _state_pool(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> StatePool | None:
+    """Before the pool of keys and values is sized by what is left."""
+    if not spec.recurrent:
+        return None
+    slots = STATES_PER_ROW * number(config.scheduler.max_running)
+    return StatePool(spec, slots + 1, config.cache.page_size, dtype, device)
+
+
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
     if backend.name in ("triton", "flashinfer") and model.spec.uniform:
         from engine.attention.triton import TritonAttention
@@ -163,6 +184,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
     _positive("cache.page_size", config.cache.page_size)
     check_config(config.dspark)
+    if spec.recurrent and config.dspark.enabled:
+        raise Unsupported(field="dspark.drafter", expected="none: states cannot be rewound", actual=spec.architecture)
     serial = torch.device(device).type == "cpu" or config.dspark.enabled
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
@@ -173,14 +196,14 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
             field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
         )
     setting = Setting(
-        spec,
+        spec.attending,
         DTYPES[dtype],
         torch.device(device),
         config.cache.page_size,
         number(scheduler.prefill_tokens),
         config.deterministic,
     )
-    attention = resolve_attention(config.attention, spec, device, setting)
+    attention = resolve_attention(config.attention, spec.attending, device, setting)
     return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop, scheduler=scheduler)
 
 

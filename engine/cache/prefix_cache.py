@@ -24,6 +24,7 @@ from engine.cache.key import Namespace
 from engine.cache.leaf_queue import LeafQueue
 from engine.cache.node import COLD, NORMAL, Root
 from engine.cache.radix_tree import TOKEN_BYTES, RadixTree
+from engine.cache.recurrent import RecurrentState
 from engine.memory.allocator import PageAllocator
 
 _RETIRED = -1
@@ -173,6 +174,15 @@ class PrefixCache:
         tree.clock += 1
         node.stamp = tree.clock
         tree.unpin(node)
+
+    def snapshot(self, receipt: Receipt) -> int:
+        """Slot of the recurrent state that an acquired receipt starts from, held until `copied`."""
+        for component in self.components:
+            if isinstance(component, RecurrentState):
+                slot = live_node(receipt).data[component.index].slot
+                assert slot, f"no state at the end of a hit of {receipt.length} tokens"
+                return slot
+        raise AssertionError("no component has recurrent states")
 
     def copied(self, receipt: Receipt) -> None:
         """The states that an acquired receipt starts from have been copied: they need not stay."""

@@ -12,8 +12,11 @@ import numpy as np
 class RequestTable:
     """`pages_SP` int32 [num_slots, max_pages], rows filled from the left, 0 beyond `num_pages_S`.
 
-    `max_pages` bounds one sequence: the context length rounded up to pages.
+    `max_pages` bounds one sequence: the context length rounded up to pages. `states_S` are the live slots
+    of recurrent states, None for models without any.
     """
+
+    states_S: np.ndarray | None = None
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages_SP = np.zeros((num_slots, max_pages), dtype=np.int32)

@@ -23,10 +23,17 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
             Part(f"{layer}.{names.k}", kv_width),
             Part(f"{layer}.{names.v}", kv_width),
         )
-        sites += [
-            Site(spec.hidden, qkv, split=Split.OUTPUTS),
-            Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
-        ]
+        if spec.layers[index].kind == "conv":
+            mixer = Part(f"{layer}.conv.in_proj", 3 * spec.hidden), Part(f"{layer}.conv.out_proj", spec.hidden)
+            sites += [
+                Site(spec.hidden, mixer[:1], split=Split.OUTPUTS),
+                Site(spec.hidden, mixer[1:], split=Split.INPUTS),
+            ]
+        else:
+            sites += [
+                Site(spec.hidden, qkv, split=Split.OUTPUTS),
+                Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
+            ]
         if spec.experts is not None:
             continue
         gates = Part(f"{layer}.{names.gate}", spec.intermediate), Part(f"{layer}.{names.up}", spec.intermediate)

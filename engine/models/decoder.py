@@ -21,7 +21,9 @@ from engine.layers.experts import ClampedExperts
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
 from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
+from engine.layers.short_conv import ShortConv, StateStep
 from engine.memory.kv_pool import KVPool
+from engine.memory.state_pool import StatePool
 from engine.models.adapter_sites import dense_geometry
 from engine.models.shape import Activation, ModelSpec
 from engine.parallel import TensorParallel
@@ -44,6 +46,7 @@ class CausalLM(Protocol):
         backend: AttentionBackend,
         kv_pool: KVPool,
         capture: dict[int, torch.Tensor] | None = None,
+        states: StatePool | None = None,
     ) -> torch.Tensor: ...
 
     def logits(
@@ -62,7 +65,8 @@ class Attention(nn.Module):
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = sum(other.kind == "full" for other in spec.layers[:layer])
+        """Counted among the layers that attend."""
         self.head_dim = spec.head_dim
         self.num_heads = parallel.share(spec.num_heads, "num_attention_heads")
         self.num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
@@ -129,7 +133,11 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
-        self.self_attn = Attention(spec, layer, dtype, device, parallel)
+        self.mixer = None
+        if spec.layers[layer].kind == "conv":
+            self.mixer = ShortConv(spec, layer, dtype, device, parallel)
+        else:
+            self.self_attn = Attention(spec, layer, dtype, device, parallel)
         self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
         make_block: Any = GatedMLP if spec.experts is None else ClampedExperts
         self.mlp = make_block(spec, dtype, device, parallel)
@@ -144,9 +152,14 @@ class DecoderLayer(nn.Module):
         sin_T1H: torch.Tensor,
         backend: AttentionBackend,
         adapters: AdapterStep | None = None,
+        states: StateStep | None = None,
     ) -> torch.Tensor:
         """Adds to `x_TD` in place and returns it."""
-        mixed_TD = self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
+        if self.mixer is None:
+            mixed_TD = self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
+        else:
+            assert states is not None, "a recurrent layer needs its states"
+            mixed_TD = self.mixer(self.input_layernorm(x_TD), states, adapters)
         x_TD += mixed_TD if self.mixed_norm is None else self.mixed_norm(mixed_TD)
         added_TD = self.mlp(self.post_attention_layernorm(x_TD), adapters)
         x_TD += added_TD if self.added_norm is None else self.added_norm(added_TD)
@@ -206,11 +219,14 @@ class DenseDecoderLM(nn.Module):
         backend: AttentionBackend,
         kv_pool: KVPool,
         capture: dict[int, torch.Tensor] | None = None,
+        states: StatePool | None = None,
     ) -> torch.Tensor:
         """Final hidden states hidden_TD, normed.
 
-        `capture` names layers by its keys and receives the states after each of them.
+        `capture` names layers by its keys and receives the states after each of them. `states` holds
+        those of recurrent layers.
         """
+        step = None if states is None else StateStep.of(batch, states)
         backend.plan(batch, kv_pool)
         adapters = batch.adapters
         x_TD = self.model.embed_tokens(batch.input_ids_T)
@@ -220,7 +236,7 @@ class DenseDecoderLM(nn.Module):
             x_TD *= self._embed_scale
         angles = [rotary.at(batch.positions_T) for rotary in self._rotaries]
         for index, (layer, rope) in enumerate(zip(self.model.layers, self._rope_of, strict=True)):
-            x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters)
+            x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters, step)
             if capture is not None and index in capture:
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)
@@ -246,9 +262,13 @@ class DenseDecoderLM(nn.Module):
         site = 1
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
-            attention, mlp = layer.self_attn, layer.mlp
+            mixer, mlp = layer.mixer, layer.mlp
+            if mixer is None:
+                mixing = layer.self_attn.qkv_proj, layer.self_attn.o_proj
+            else:
+                mixing = mixer.in_proj, mixer.out_proj
             block = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, GatedMLP) else ()
-            for product in (attention.qkv_proj, attention.o_proj, *block):
+            for product in (*mixing, *block):
                 product.site = site
                 site += 1
         assert site == len(self.adapter_sites.sites) - 1, f"{site} sites, expected {len(self.adapter_sites.sites) - 1}"

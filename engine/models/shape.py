@@ -6,7 +6,7 @@ differs between architectures the files' beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,11 +36,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's token mixing. `window` counts the current token; `sink` adds one learned logit
-    per head; `softcap` bounds scores by tanh; `bias` is the extent in tokens of a bias by
-    distance, zero beyond it; `rope` is the layer's own where it differs from the model's."""
+    """One layer's token mixing: attention, or a short convolution with a state. `window` counts the
+    current token; `sink` adds one learned logit per head; `softcap` bounds scores by tanh; `bias` is the
+    extent in tokens of a bias by distance, zero beyond it; `rope` is the layer's own where it differs from
+    the model's."""
 
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "conv"] = "full"
     window: int | None = None
     sink: bool = False
     softcap: float | None = None
@@ -123,6 +124,8 @@ class ModelSpec:
     query_scale: float | None = None
     logit_softcap: float | None = None
     experts: ExpertSpec | None = None
+    conv_width: int = 0
+    conv_bias: bool = False
     names: Names = Names()
 
     @property
@@ -130,4 +133,18 @@ class ModelSpec:
         """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
         special = any(switches) or self.experts is not None or self.activation != "silu"
-        return not special and all(layer.rope is None and not layer.sink for layer in self.layers)
+        plain = all(layer.kind == "full" and layer.rope is None and not layer.sink for layer in self.layers)
+        return plain and not special
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers carry states that are no pages."""
+        return any(layer.kind != "full" for layer in self.layers)
+
+    @property
+    def attending(self) -> ModelSpec:
+        """The layers that attend, as pools of keys and values and attention backends count them."""
+        if not self.recurrent:
+            return self
+        layers = tuple(layer for layer in self.layers if layer.kind == "full")
+        return replace(self, layers=layers, num_layers=len(layers))

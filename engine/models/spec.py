@@ -16,11 +16,12 @@ from engine.models import config_fields as fields
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.gpt_oss import GPT_OSS
+from engine.models.lfm2 import LFM2
 from engine.models.llama import LLAMA
 from engine.models.qwen3 import QWEN3
 from engine.models.shape import DTYPES, LayerSpec, ModelSpec, Names, RopeSpec
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS)}
+FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LFM2)}
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),

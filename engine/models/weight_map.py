@@ -34,7 +34,10 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
         table.whole(f"{layer}.{names.input_norm}.weight", f"{layer}.input_layernorm.weight", spec.hidden)
-        _attention(table, spec, layer, spec.layers[index].sink)
+        if spec.layers[index].kind == "conv":
+            _short_conv(table, spec, layer)
+        else:
+            _attention(table, spec, layer, spec.layers[index].sink)
         table.whole(f"{layer}.{names.block_norm}.weight", f"{layer}.post_attention_layernorm.weight", spec.hidden)
         if spec.output_norms:
             table.whole(f"{layer}.{names.mixed_norm}.weight", f"{layer}.mixed_norm.weight", spec.hidden)
@@ -63,6 +66,16 @@ def _attention(table: _Table, spec: ModelSpec, layer: str, sink: bool) -> None:
     if spec.qk_norm:
         table.whole(f"{layer}.{names.q_norm}.weight", f"{param}.q_norm.weight", spec.head_dim)
         table.whole(f"{layer}.{names.k_norm}.weight", f"{param}.k_norm.weight", spec.head_dim)
+
+
+def _short_conv(table: _Table, spec: ModelSpec, layer: str) -> None:
+    name, param, hidden = f"{layer}.conv", f"{layer}.mixer", spec.hidden
+    table.fused(name, {"in_proj": 3 * hidden}, f"{param}.in_proj", hidden, spec.conv_bias)
+    table.whole(f"{name}.out_proj.weight", f"{param}.out_proj.weight", hidden, hidden, shard_dim=1)
+    table.whole(f"{name}.conv.weight", f"{param}.weight_D1K", hidden, 1, spec.conv_width)
+    if spec.conv_bias:
+        table.whole(f"{name}.out_proj.bias", f"{param}.out_proj.bias", hidden)
+        table.whole(f"{name}.conv.bias", f"{param}.bias_D", hidden)
 
 
 def _gated_block(table: _Table, spec: ModelSpec, layer: str) -> None:

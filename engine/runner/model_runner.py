@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
+from engine.memory.state_pool import StatePool
 from engine.models.decoder import CausalLM, DenseDecoderLM
 from lora.step import AdapterStep
 
@@ -42,6 +43,8 @@ class ModelRunner:
         self.kv_pool = kv_pool
         self.backend = backend
         self.deterministic = deterministic
+        self.states: StatePool | None = None
+        """Set for models with recurrent layers."""
 
     @property
     def replays_chunks(self) -> bool:
@@ -56,9 +59,12 @@ class ModelRunner:
         """
         tokens = batch.num_tokens
         extra = -tokens % ROW_MULTIPLE if self.deterministic else 0
+        whole = _padded(batch, extra) if extra else batch
+        hidden_TD = self.model.forward(whole, self.backend, self.kv_pool, capture, self.states)
+        if self.states is not None and batch.state_slots is not None:
+            self.states.track(batch.state_slots, batch.seq_lens)
         if not extra:
-            return self.model.forward(batch, self.backend, self.kv_pool, capture)
-        hidden_TD = self.model.forward(_padded(batch, extra), self.backend, self.kv_pool, capture)
+            return hidden_TD
         for layer in capture or {}:
             assert capture is not None
             capture[layer] = capture[layer][:tokens]
@@ -118,6 +124,7 @@ def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
         seq_lens=[*batch.seq_lens, extra],
         page_tables_BP=F.pad(batch.page_tables_BP, (0, 0, 0, 1)),
         row_keys=[*batch.row_keys, PADDING_KEY],
+        state_slots=None if batch.state_slots is None else [*batch.state_slots, 0],
     )
 
 

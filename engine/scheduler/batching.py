@@ -149,6 +149,7 @@ class BatchBuilder:
             num_decode=num_decode,
             logit_rows_R=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
             shared_prefixes=self._shared_prefixes(keys[:num_decode], page_tables_BP, starts_B),
+            state_slots=None if self._table.states_S is None else self._table.states_S[slots].tolist(),
         )
 
     def _shared_prefixes(self, keys: list[int], page_tables_BP: np.ndarray, starts_B: np.ndarray) -> list[SharedPrefix]:

@@ -147,7 +147,7 @@ class SerialLoop:
             prefill.sequence.computed += count
             offset += count
             self._counters.computed_tokens += count
-            self._scheduler.pages.publish(prefill.sequence, prefill.tokens)
+            self._scheduler.pages.publish(prefill.sequence, prefill.tokens, prefill.keeps_state)
             if prefill.done and prefill.samples:
                 prefill.logits_1V = logits_RV[row : row + 1]
                 row += 1

@@ -16,6 +16,7 @@ from engine.cache.prefix_cache import Match, PrefixCache, Receipt
 from engine.memory.allocator import PRIVATE, PageAllocator
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
+from engine.scheduler.states import RecurrentSlots
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class Sequence:
 
 class PageManager:
     """Opens, grows, forks, publishes and closes sequences. A `draft_pool` holds a drafter's states under
-    the same page ids, and is copied wherever `pool` is."""
+    the same page ids, and is copied wherever `pool` is. `states` are the slots of recurrent states."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class PageManager:
         pool: KVPool,
         page_size: int,
         draft_pool: KVPool | None = None,
+        states: RecurrentSlots | None = None,
     ) -> None:
         self.cache = cache
         self.allocator = allocator
@@ -52,6 +54,9 @@ class PageManager:
         self.pool = pool
         self.draft_pool = draft_pool
         self.page_size = page_size
+        self.states = states
+        if states is not None:
+            table.states_S = np.zeros(table.num_slots, dtype=np.int32)
         self._keys = 0
 
     def pages_for(self, num_tokens: int) -> int:
@@ -72,6 +77,9 @@ class PageManager:
         receipt = self.cache.acquire(match)
         held = receipt.length // self.page_size
         pages = self._alloc(self.pages_for(num_tokens) - held, spare)
+        if pages is not None and self.states is not None and not self._set_state(slot, self.states.open(receipt)):
+            self.allocator.free(pages, PRIVATE)
+            pages = None
         if pages is None:
             self.cache.release(receipt)
             self.table.give_back(slot)
@@ -100,16 +108,21 @@ class PageManager:
         self.table.append(sequence.slot, pages)
         return True
 
-    def publish(self, sequence: Sequence, tokens: np.ndarray) -> None:
+    def publish(self, sequence: Sequence, tokens: np.ndarray, keep_state: bool = True) -> None:
         """Hand every full computed page to the tree. Where the tree already has the same tokens
-        its pages replace ours, which are freed."""
+        its pages replace ours, which are freed. With `keep_state` the recurrent state at the last page's
+        end goes with them, if it was kept."""
         start = sequence.receipt.length
         end = sequence.computed // self.page_size * self.page_size
         if not sequence.publishable or end <= start:
             return
         first, last = start // self.page_size, end // self.page_size
         pages = self.table.pages(sequence.slot, first, last)
-        extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages)
+        states = None
+        if keep_state and self.states is not None and self.table.states_S is not None:
+            snapshot = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, end)
+            states = {"recurrent": snapshot}
+        extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages, states)
         self.table.pages_SP[sequence.slot, first:last] = extension.pages
 
     def fork(self, parent: Sequence, num_tokens: int, spare: int) -> Sequence | None:
@@ -126,6 +139,12 @@ class PageManager:
         if pages is None:
             self.table.give_back(slot)
             return None
+        if self.states is not None and self.table.states_S is not None:
+            live = self.states.fork(int(self.table.states_S[parent.slot]))
+            if not self._set_state(slot, live):
+                self.allocator.free(pages, PRIVATE)
+                self.table.give_back(slot)
+                return None
         (receipt,) = self.cache.fork(parent.receipt, 1)
         self.table.append(slot, self.table.pages(parent.slot, 0, whole))
         self.table.append(slot, pages)
@@ -145,6 +164,9 @@ class PageManager:
         if len(private):
             self.allocator.free(private, PRIVATE)
         self.cache.release(sequence.receipt, cold=cold)
+        if self.states is not None and self.table.states_S is not None:
+            self.states.close(int(self.table.states_S[sequence.slot]))
+            self.table.states_S[sequence.slot] = 0
         self.table.give_back(sequence.slot)
 
     @property
@@ -160,6 +182,8 @@ class PageManager:
         assert len(held) == self.table.num_slots - self.table.num_free, "a slot is held by nobody"
         private = sum(int(self.table.num_pages_S[s.slot]) - s.receipt.length // self.page_size for s in held)
         assert private == self.allocator.count(PRIVATE), "a private page is held by nobody"
+        if self.states is not None:
+            self.states.check(len(held))
 
     def _alloc(self, count: int, spare: int, after: int = 0) -> np.ndarray | None:
         if count <= 0:
@@ -170,6 +194,13 @@ class PageManager:
         if shortfall > 0 and self.cache.evict(shortfall) < shortfall:
             return None
         return self.allocator.alloc(count, after)
+
+    def _set_state(self, slot: int, live: int | None) -> bool:
+        """Give a sequence its live state; False where there was no room for one."""
+        if live is None or self.table.states_S is None:
+            return False
+        self.table.states_S[slot] = live
+        return True
 
     def _next_key(self) -> int:
         self._keys += 1

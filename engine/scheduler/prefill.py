@@ -82,6 +82,17 @@ class Prefill:
     samples: list[Sample] = field(default_factory=list)
     scorer: Scorer | None = None
     logits_1V: torch.Tensor | None = None
+    stops: set[int] = field(default_factory=set)
+    """Depths at which a chunk ends because the state there is worth keeping."""
+
+    def chunk(self, budget: int) -> int:
+        """Tokens to compute next, `budget` at most."""
+        done = self.sequence.computed
+        return min([self.remaining, budget, *(stop - done for stop in self.stops if stop > done)])
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.done or self.sequence.computed in self.stops
 
     @property
     def lease(self) -> Lease | None:

@@ -163,7 +163,7 @@ class Scheduler:
         for prefill in self.prefills:
             if prefill.done or budget <= 0:
                 continue
-            count = min(prefill.remaining, budget)
+            count = prefill.chunk(budget)
             chosen.append((prefill, count))
             budget -= count
         return chosen
@@ -250,6 +250,10 @@ class Scheduler:
             return None
         hit = CacheHit(structural=match.structural, usable=sequence.computed, limited_by=match.limited_by)
         prefill = Prefill(tokens, namespace, sequence, hit)
+        if self.pages.states is not None:
+            # Who repeats this prompt resumes from its last whole page; who diverges, where others did.
+            page = self.pages.page_size
+            prefill.stops = {(len(tokens) - 1) // page * page, match.structural}
         self.prefills.append(prefill)
         self.counters.lookup_tokens += len(tokens)
         self.counters.hit_tokens += sequence.computed
@@ -276,6 +280,8 @@ class Scheduler:
             if not prefill.done and prefill.namespace == namespace:
                 shared = min(prefill.common_prefix(tokens), limit) // self.pages.page_size * self.pages.page_size
                 if shared > match.usable:
+                    if self.pages.states is not None:
+                        prefill.stops.add(shared)
                     return False
         prefill = self._open(tokens, namespace, match, self._target_length(sample))
         if prefill is None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, Lfm2Config, LlamaConfig, Qwen3Config
 
 from engine.errors import InvalidRequest
 from engine.models.registry import build_model
@@ -37,6 +37,7 @@ KINDS = {
     "qwen3": Qwen3Config(**SHAPE),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=8),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_multiple_of=8),
     "qwen3-tied-biased": Qwen3Config(**SHAPE, tie_word_embeddings=True, attention_bias=True),
 }
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.attention.registry import make_attention
 from engine.batch import ForwardBatch, SharedPrefix
 from engine.memory.kv_pool import KVPool
+from engine.memory.state_pool import StatePool
 from engine.models.registry import build_model
 from engine.models.spec import spec_from_config
 from engine.runner.model_runner import ModelRunner
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 
 
@@ -105,16 +107,21 @@ class Harness:
         deterministic: bool = False,
     ) -> None:
         self.page_size = page_size
-        pool = KVPool(model.spec, num_tokens // page_size + 1, page_size, dtype or model.dtype, "cpu")
+        spec = model.spec.attending
+        pool = KVPool(spec, num_tokens // page_size + 1, page_size, dtype or model.dtype, "cpu")
         pool.fill(float("nan"))
         self.pool = pool
         self.free = list(range(1, pool.num_pages))
         random.Random(seed).shuffle(self.free)
-        self.runner = ModelRunner(model, pool, make_attention(backend, model.spec, "cpu", deterministic), deterministic)
+        self.runner = ModelRunner(model, pool, make_attention(backend, spec, "cpu", deterministic), deterministic)
+        if model.spec.recurrent:
+            self.runner.states = StatePool(model.spec, 64, page_size, dtype or model.dtype, "cpu")
         self.next_key = 0
 
     def row(self, ids: list[int]) -> Row:
         self.next_key += 1
+        if self.runner.states is not None:
+            self.runner.states.pair(self.next_key, 63 - self.next_key)
         return Row(self.next_key, list(ids))
 
     def fork(self, row: Row) -> Row:
@@ -159,6 +166,7 @@ class Harness:
             num_decode=len(decode),
             logit_rows_R=torch.arange(len(ids)),
             shared_prefixes=shared or [],
+            state_slots=[row.key for row, _ in work],
         )
 
     def step(self, decode: list[Row], prefill: list[tuple[Row, int]], shared: list[SharedPrefix] | None = None) -> None:

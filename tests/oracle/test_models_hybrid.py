@@ -18,6 +18,7 @@ VARIANTS = {
     "gemma2": ("gemma2", {"sliding_window": 9, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}),
     "gemma3-scaled": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 40, "tie_word_embeddings": True}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", FULL, "conv"], "conv_bias": True, "block_multiple_of": 16}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 9, "num_local_experts": 8, "num_experts_per_tok": 3}),
     "gpt-oss-clamped": ("gpt_oss", {"sliding_window": 16, "num_local_experts": 4, "swiglu_limit": 0.3}),
 }

@@ -17,7 +17,6 @@ from tests.unit.kernels.compile_entries import ENTRIES, decode_rows, prefill_row
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("engine", "lora", "trainer_bridge", "rollout", "recipes")
 CAPABILITIES = [80, 90, 100]
-SLOW = pytest.mark.slow
 STREAMING = ("_decode_kernel", "_prefix_kernel", "_prefill_kernel", "skinny_matmul_kernel", "lora_shrink_kernel")
 """Kernels that wait for memory unless it is asked well ahead."""
 SHAPES = [
@@ -72,14 +71,13 @@ def test_every_kernel_has_an_entry(capability: int) -> None:
     assert kernels() == launched, "compile_entries.py launches every kernel"
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_kernels_compile(entry: Callable[[int], None], capability: int) -> None:
-    """A kernel that changed takes seconds to compile: for one kind of GPU in the quick run."""
     compile_all(entry, capability)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry",
     [

@@ -1,154 +1,247 @@
-"""Speculation against none, side by side in one run.
+"""Speculation against none and against fixed windows, over concurrency.
 
-    python -m benchmarks.dspark [--model smollm2-135m] [--drafter ngram] [--rows 1 4] [--json FILE]
+    python -m benchmarks.dspark --model smollm2-135m --drafter FOLDER [--json FILE]   # a real drafter
+    python -m benchmarks.dspark --shape qwen3-8b [--json FILE]                          # simulated acceptance
+    python -m benchmarks.dspark --simulate [--json FILE]                                # the planner alone
 
-Owns whole engines that differ in nothing but their drafter, over prompts of which some make a model
-repeat itself and some do not. Engines take turns, so that a busy machine slows all of them; the best
-turn of each counts. On the CPU time is the process's own, which others on the machine hardly touch.
-Output tokens per second, prefill included, and how they relate; whether tokens are the same, which in
-16 bits they need not be wherever two ids are nearly as probable.
+Owns the sweep: one engine after another that differ in nothing but how they speculate ("none", fixed
+windows, "adaptive"), each with so many requests in flight, mixed domains in equal shares. Output tokens per
+second, prefill included; the best of some repeats counts. With `--shape` targets and drafters are made
+(`benchmarks.dspark_chain`) so that acceptance follows classes; the baseline with window k drafts k slots.
+Ignores exactness, which tests prove; tokens are compared where they are greedy.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.report import Row, at_least, report
-from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams
+from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams, SchedulerConfig
 from engine.dspark.config import DSparkConfig
-from rollout.model_catalog import resolve_model
-from rollout.text.codec import TextCodec
+from engine.dspark.report import DraftReport
 
-NEW = 96
-LINES = ["red apples cost 3 coins", "green pears cost 4 coins", "ripe plums cost 5 coins", "sweet figs cost 6 coins"]
-PROMPTS = {
-    "repetitive": "Repeat this list word for word, twice:\n" + "\n".join(LINES) + "\n" + "\n".join(LINES),
-    "prose": "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-}
+Prompts = Callable[[str, int, int], list[np.ndarray]]
+"""(domain, how many, seed) -> ids of each."""
 
 
 @dataclass(slots=True)
-class Side:
-    """One engine, its best time by case, and what it said."""
+class Measured:
+    """Of one engine at one concurrency and temperature: tokens per second, what was said, what was counted."""
 
-    name: str
-    engine: Engine
-    seconds: float = float("inf")
-    ids: list[list[int]] | None = None
-
-
-def run(side: Side, prompts: list[list[int]], temperature: float, turn: int) -> None:
-    side.engine.flush("all")
-    sampling = SamplingParams(temperature=temperature, max_new=NEW, ignore_eos=True, seed=7)
-    requests = [
-        GroupRequest(group_id=f"{turn}-{i}", prompt_ids=np.asarray(ids, dtype=np.uint32), sampling=sampling)
-        for i, ids in enumerate(prompts)
-    ]
-    clock = time.process_time if side.engine.config.device == "cpu" else time.perf_counter
-    began = clock()
-    groups = side.engine.generate(requests)
-    side.seconds = min(side.seconds, clock() - began)
-    side.ids = [sample.ids.tolist() for group in groups for sample in group.samples]
+    rate: float
+    ids: list[list[int]]
+    report: DraftReport
 
 
-def measure(sides: list[Side], prompt: list[int], rows: int, temperature: float, repeats: int, case: str) -> list[Row]:
-    """Rows of one case; the first side is the one without drafts."""
-    prompts = [[*prompt, *prompt[-1 - row :]] if row else prompt for row in range(rows)]
-    before = {}
-    for side in sides:
-        side.seconds = float("inf")
-        run(side, prompts, temperature, -1)
-        before[side.name] = side.engine.draft_counters()
-    for turn in range(repeats):
+@dataclass(slots=True)
+class Sweep:
+    """`make(name)` builds the engine of a side."""
+
+    make: Callable[[str], Engine]
+    prompts: Prompts
+    domains: Sequence[str]
+    new: int
+    repeats: int
+    rounds: int
+    found: dict[tuple[str, int, float], Measured] = field(default_factory=dict)
+
+    def run(self, sides: Sequence[str], concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
         for side in sides:
-            run(side, prompts, temperature, turn)
-    plain = sides[0]
-    lines = [Row(case, "no drafts", rows * NEW / plain.seconds, "tok/s")]
-    for side in sides[1:]:
-        lines.append(at_least(case, f"{side.name} / no drafts", plain.seconds / side.seconds, "x", 0.98))
-        assert side.ids is not None and plain.ids is not None
-        equal = sum(
-            a == b for mine, other in zip(side.ids, plain.ids, strict=True) for a, b in zip(mine, other, strict=True)
-        )
-        lines.append(Row(case, f"{side.name}: same tokens", equal / (rows * NEW), ""))
-        lines += _counted(case, side, before[side.name])
-    return lines
+            engine = self.make(side)
+            for count in concurrency:
+                for temperature in temperatures:
+                    self.found[side, count, temperature] = self._measure(engine, count, temperature)
+                    rate = self.found[side, count, temperature].rate
+                    print(f"{side:>10}  {count:>4} requests  T = {temperature:g}  {rate:>10,.1f} tok/s", flush=True)
+            del engine
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _measure(self, engine: Engine, count: int, temperature: float) -> Measured:
+        self._play(engine, count, temperature, -1)
+        before, best, ids = engine.draft_report(), float("inf"), []
+        for repeat in range(self.repeats):
+            seconds, ids = self._play(engine, count, temperature, repeat)
+            best = min(best, seconds)
+        tokens = sum(map(len, ids))
+        return Measured(tokens / best, ids, engine.draft_report().since(before))
+
+    def _play(self, engine: Engine, count: int, temperature: float, turn: int) -> tuple[float, list[list[int]]]:
+        """`rounds` times as many requests as may be in flight; a new one begins where one has ended."""
+        engine.flush("all")
+        requests = self._requests(count, temperature, turn)
+        clock = time.process_time if engine.config.device == "cpu" else time.perf_counter
+        began = clock()
+        waiting, said = list(reversed(requests)), []
+        while waiting:
+            # Never more in flight than asked for: the next ones wait here.
+            part = [waiting.pop() for _ in range(min(count, len(waiting)))]
+            said += [sample.ids.tolist() for group in engine.generate(part) for sample in group.samples]
+        return clock() - began, said
+
+    def _requests(self, count: int, temperature: float, turn: int) -> list[GroupRequest]:
+        total = max(count * self.rounds, len(self.domains))
+        share = -(-total // len(self.domains))
+        prompts = [(domain, ids) for domain in self.domains for ids in self.prompts(domain, share, 0)]
+        mixed = [prompts[place * share + row] for row in range(share) for place in range(len(self.domains))][:total]
+        sampling = SamplingParams(temperature=temperature, max_new=self.new, ignore_eos=True, seed=7)
+        return [
+            GroupRequest(group_id=f"{turn}-{i}", prompt_ids=ids, sampling=sampling, domain=domain)
+            for i, (domain, ids) in enumerate(mixed)
+        ]
 
 
-def _counted(case: str, side: Side, before: dict[str, float]) -> list[Row]:
-    counts = {name: value - before[name] for name, value in side.engine.draft_counters().items()}
-    steps, plain = counts["draft_steps"], counts["draft_plain_steps"]
-    rows = [Row(case, f"{side.name}: share of rows' steps with drafts", steps / max(1, steps + plain), "")]
-    if steps:
-        rows.append(Row(case, f"{side.name}: accept length", counts["draft_emitted"] / steps, "tokens"))
-        rows.append(
-            Row(
-                case,
-                f"{side.name}: committed / verified rows",
-                counts["draft_emitted"] / counts["draft_verify_rows"],
-                "",
-            )
-        )
-    if counts["draft_cost_steps"]:
-        error = counts["draft_cost_absolute_error_seconds"] / counts["draft_cost_measured_seconds"]
-        planning = counts["draft_planning_seconds"] / counts["draft_cost_measured_seconds"]
-        rows.append(Row(case, f"{side.name}: error of predicted step times", error, ""))
-        rows.append(Row(case, f"{side.name}: planning / step time", planning, "", 0.02, planning <= 0.02))
+def rows_of(sweep: Sweep, sides: Sequence[str], bound_at_256: float) -> list[Row]:
+    rows: list[Row] = []
+    for count, temperature in sorted({key[1:] for key in sweep.found}):
+        case = f"{count} requests, T = {temperature:g}"
+        here = {side: sweep.found[side, count, temperature] for side in sides}
+        rows += [Row(case, side, one.rate, "tok/s") for side, one in here.items()]
+        chosen = here.get("adaptive")
+        if chosen is None:
+            continue
+        fixed = [one.rate for side, one in here.items() if side.startswith("fixed")]
+        if "none" in here:
+            rows.append(at_least(case, "adaptive / none", chosen.rate / here["none"].rate, "x", 0.98))
+            equal = np.mean([a == b for a, b in zip(chosen.ids, here["none"].ids, strict=True)])
+            rows.append(Row(case, "samples equal to none's", float(equal), ""))
+        if fixed:
+            bound = bound_at_256 if count == 256 else 0.98
+            rows.append(at_least(case, "adaptive / best fixed", chosen.rate / max(fixed), "x", bound))
+        rows += _counted(case, chosen.report)
     return rows
+
+
+def _counted(case: str, counted: DraftReport) -> list[Row]:
+    rows = [Row(case, f"adaptive: {name}", value, "") for name, value in counted.figures().items() if value == value]
+    for domain in counted.domains:
+        figures = counted.figures(domain=domain)
+        if domain and figures["window"] == figures["window"]:
+            rows.append(Row(case, f"adaptive: window, {domain}", figures["window"], "drafts"))
+            rows.append(Row(case, f"adaptive: accepted share, {domain}", figures["accepted"], ""))
+    for name, value in counted.costs().items():
+        if value == value and name == "planning_share":
+            rows.append(Row(case, "adaptive: planning / step time", value, "", 0.02, value <= 0.02))
+        elif value == value:
+            rows.append(Row(case, f"adaptive: {name}", value, ""))
+    return rows
+
+
+def _config(args: argparse.Namespace, dspark: DSparkConfig, tokens: int) -> EngineConfig:
+    most = max(args.concurrency)
+    return EngineConfig(
+        device=args.device,
+        dtype=args.dtype,
+        loop=args.loop,
+        cache=CacheConfig(kv_tokens=most * (tokens + 64) + 8192),
+        scheduler=SchedulerConfig(max_running=most, prefill_tokens="auto"),
+        dspark=dspark,
+    )
+
+
+def _dspark(args: argparse.Namespace, side: str, drafter: Callable[[int | None], str]) -> DSparkConfig:
+    if side == "none":
+        return DSparkConfig()
+    if side == "adaptive":
+        return DSparkConfig(drafter=drafter(None), rule=args.rule)
+    window = int(side.split()[1])
+    return DSparkConfig(drafter=drafter(window), rule=args.rule, mode="static", drafts=window)
+
+
+def of_shape(args: argparse.Namespace, folder: Path) -> Sweep:
+    """Made targets and drafters of a published shape."""
+    from benchmarks.dspark_chain import Chain, chain_spec, fill_target, save_drafter
+    from benchmarks.dspark_simulation import CLASSES, CONTEXT, DRAFTS, NEW
+    from engine.build import build_parts
+
+    spec = chain_spec(args.shape, args.layers)
+    chain, prompt = Chain(spec.vocab_size), CONTEXT - NEW // 2
+
+    def drafter(window: int | None) -> str:
+        block = window or DRAFTS
+        path = folder / f"block-{block}"
+        if not path.is_dir():
+            save_drafter(path, spec, chain, block, args.device)
+        return str(path)
+
+    def make(side: str) -> Engine:
+        config = _config(args, _dspark(args, side, drafter), CONTEXT + NEW)
+        return Engine(build_parts(spec, config, lambda model: fill_target(model, chain)))
+
+    def prompts(domain: str, count: int, seed: int) -> list[np.ndarray]:
+        return chain.prompts(domain, count, prompt, seed)
+
+    return Sweep(make, prompts, list(CLASSES), args.new or NEW, args.repeats, args.rounds)
+
+
+def of_model(args: argparse.Namespace) -> Sweep:
+    """A real target with its drafter, over prompts of the recipes' sets."""
+    from recipes.prompt_sets import prompt_set
+    from rollout.model_catalog import resolve_model
+    from rollout.text.codec import TextCodec
+
+    model = resolve_model(args.model)
+    codec, new = TextCodec(model), args.new or 256
+
+    def prompts(domain: str, count: int, seed: int) -> list[np.ndarray]:
+        asked = prompt_set(domain, count, seed)
+        return [
+            np.asarray(codec.apply_chat([{"role": m.role, "content": m.content} for m in dialogue.opening]), np.uint32)
+            for dialogue in asked
+        ]
+
+    def make(side: str) -> Engine:
+        config = _config(args, _dspark(args, side, lambda window: args.drafter), 512 + new)
+        return Engine.from_pretrained(model, config)
+
+    return Sweep(make, prompts, args.domains, new, args.repeats, args.rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a preset or a Hugging Face folder")
     parser.add_argument("--drafter", default="ngram", help="ngram, or a drafter's folder")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--fixed", type=int, nargs="*", default=[4], help="whole windows of so many drafts, too")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--loop", default="auto", help="of the engines with drafts: serial or overlapped")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--simulate", action="store_true", help="the planner alone, over simulated acceptance")
+    parser.add_argument("--shape", help="made weights of this shape instead of a model")
+    parser.add_argument("--layers", type=int, help="of the shape: fewer, to try things out")
+    parser.add_argument("--domains", nargs="+", default=["math", "chat", "poetry"], help="prompt sets, or one for each")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, 3, 5, 7], help="windows of the other sides")
+    parser.add_argument("--sides", nargs="+", help="only these: none, adaptive, 'fixed 3' ...")
+    parser.add_argument("--rule", default="coupled", choices=["coupled", "rejection"])
+    parser.add_argument("--new", type=int, help="tokens of a request")
+    parser.add_argument("--rounds", type=int, default=1, help="requests, in units of the concurrency")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--loop", default="auto")
+    parser.add_argument("--simulate", action="store_true", help="the planner alone, over simulated acceptance")
     parser.add_argument("--noise", type=float, default=0.5, help="of simulated confidences, in log-odds")
+    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if args.simulate:
         from benchmarks.dspark_simulation import H200_QWEN3_8B, simulate
 
         print(H200_QWEN3_8B.name)
         report("dspark_simulated", simulate(H200_QWEN3_8B, args.concurrency, args.noise), args.json)
         return
-    torch.set_num_threads(args.threads)
-    folder = resolve_model(args.model)
-
-    def engine(**fields) -> Engine:
-        config = EngineConfig(
-            device=args.device,
-            dtype=args.dtype,
-            loop=args.loop if fields else "auto",
-            cache=CacheConfig(kv_tokens=16384),
-            dspark=DSparkConfig(**fields),
-        )
-        return Engine.from_pretrained(folder, config)
-
-    sides = [Side("none", engine()), Side("adaptive", engine(drafter=args.drafter))]
-    sides += [Side(f"fixed {k}", engine(drafter=args.drafter, mode="static", drafts=k)) for k in args.fixed]
-    codec, rows = TextCodec(folder), [Row("setting", "threads", args.threads, "")]
-    for name, text in PROMPTS.items():
-        prompt = list(codec.apply_chat([{"role": "user", "content": text}]))
-        for count in args.rows:
-            for temperature in args.temperature:
-                case = f"{name}, {count} rows, T = {temperature:g}"
-                rows += measure(sides, prompt, count, temperature, args.repeats, case)
-    report("dspark", rows, args.json)
+    sides = args.sides or ["none", *(f"fixed {k}" for k in args.fixed), "adaptive"]
+    with tempfile.TemporaryDirectory() as scratch:
+        sweep = of_model(args) if args.shape is None else of_shape(args, Path(scratch))
+        sweep.run(sides, args.concurrency, args.temperature)
+    report("dspark", rows_of(sweep, sides, 0.98 if args.shape is None else 1.06), args.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from engine.request import Sample
 from engine.sampling.params import RowSampling
 
 if TYPE_CHECKING:
-    from engine.dspark.speculation import DraftStep
+    from engine.dspark.draft_step import DraftStep
 
 _MOST_CLASSES = 64
 """Requests name their domains and policies, and every pair is a set of series in whoever collects them."""

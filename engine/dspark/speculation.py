@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.dspark.acceptance import Round, Verdict, verify_coupled, verify_rejection
+from engine.dspark.acceptance import Round, verify_coupled, verify_rejection
 from engine.dspark.alternation import Alternation
 from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
+from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, StepPlan, spend, windows
@@ -37,37 +38,6 @@ from engine.memory.transfer import send
 from engine.request import Sample
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
-
-
-@dataclass(slots=True)
-class DraftStep:
-    """One step's rows, those with drafts first.
-
-    `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
-    than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
-    the incarnation of row b's sequence, `known[b]` how many new tokens it had.
-    """
-
-    samples: list[Sample]
-    keys: list[int]
-    known: list[int]
-    anchors: list[int]
-    plan: StepPlan
-    shape: StepShape
-    drafts: list[list[int]] = field(default_factory=list)
-    keep: list[int] = field(default_factory=list)
-    proposal: Proposal | None = None
-    survival_BG: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
-    verdict: Verdict | None = None
-
-    @property
-    def drafting(self) -> bool:
-        """Whether any row has drafts to verify."""
-        return any(self.drafts)
-
-    def tokens(self) -> list[list[int]]:
-        """What each row feeds: its anchor and its drafts."""
-        return [[sample.ids[-1], *drafts] for sample, drafts in zip(self.samples, self.drafts, strict=True)]
 
 
 class Speculation:

@@ -18,7 +18,8 @@ from engine.scheduler.commit import Committer
 from engine.scheduler.pages import PageManager
 
 if TYPE_CHECKING:
-    from engine.dspark.speculation import DraftStep, Speculation
+    from engine.dspark.draft_step import DraftStep
+    from engine.dspark.speculation import Speculation
 
 
 class DraftWatcher(Protocol):

@@ -11,7 +11,8 @@ import time
 import torch
 
 from engine.batch import ForwardBatch
-from engine.dspark.speculation import DraftStep, Speculation
+from engine.dspark.draft_step import DraftStep
+from engine.dspark.speculation import Speculation
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.model_runner import ModelRunner

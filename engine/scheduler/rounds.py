@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from engine.dspark.acceptance import Verdict
+from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
-from engine.dspark.speculation import DraftStep, Speculation
+from engine.dspark.speculation import Speculation
 from engine.kernels.round_commit import HEAD
 from engine.memory.device_table import BAD
 from engine.metrics import EngineCounters

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.dspark.speculation import DraftStep
+from engine.dspark.draft_step import DraftStep
 from engine.models.decoder import DenseDecoderLM
 from engine.request import Sample
 from trainer_bridge.drafter.examples import DraftExample

@@ -15,6 +15,7 @@ from tests.support import (
     reference_logprobs,
     save_tiny,
 )
+from tests.unit.engine.schedules import fuzz
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {
@@ -23,8 +24,6 @@ KINDS = {
     "gpt-oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 
 @pytest.fixture(scope="session", params=list(KINDS))
 def folder(request, tmp_path_factory):
@@ -32,6 +31,18 @@ def folder(request, tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp(request.param), seed=4, kind=kind, **overrides)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("loop", ["serial", "overlapped"])
+def test_random_schedules(folder, tmp_path, loop):
+    """Aborts, pauses, updates of three kinds and a pool too small, with every token computed again."""
+    kind, overrides = next(each for name, each in KINDS.items() if name in folder.name)
+    other = save_tiny(tmp_path, seed=5, kind=kind, **overrides)
+    tally = fuzz([folder, other], range(100), loop)
+    assert tally.schedules == 100 and tally.samples > 1000
+
+
+@pytest.mark.usefixtures("both_loops")
 def test_every_hit_depth(folder):
     """Depths on both sides of pages and of the window, asked twice: cold and warm are the same, and whoever
     asks again finds all whole pages, also where the first one was told of a branch point."""
@@ -51,6 +62,7 @@ def test_every_hit_depth(folder):
         engine.check()
 
 
+@pytest.mark.usefixtures("both_loops")
 def test_mixed_batches_forks_and_retraction(folder):
     """A pool too small for all: groups fork, some samples are retracted, and nobody's tokens change."""
     engine = make_engine(folder, kv_tokens=64, prefill_tokens=16)

@@ -42,7 +42,7 @@ def test_case_a3_states_of_a_batch_of_prompts(folder):
 
 def test_case_a6_every_tail_of_a_hit(folder):
     engine = make_engine(folder, page_size=PAGE, prefill_tokens=64)
-    for n in range(1, 35):
+    for n in (1, 2, 7, 8, 9, 15, 16, 17, 18, 24, 25, 31, 32, 33, 34):
         ids = prompt(n, start=5 * n)
         cold, warm = serve(engine, ids, 2), serve(engine, ids, 2)
         assert (cold.hit.usable, warm.hit.usable) == (0, (n - 1) // PAGE * PAGE)
@@ -117,11 +117,11 @@ def test_a_prompt_under_way_stops_where_another_will_branch_off(folder):
 def test_few_slots_evict_snapshots_and_change_no_token(folder):
     engine = make_engine(folder, page_size=PAGE, max_running=2, kv_tokens=512)
     states = engine._parts.pages.states
-    prompts = [prompt(17, start=20 * i) for i in range(20)]
+    prompts = [prompt(17, start=20 * i) for i in range(12)]
     for ids in prompts * 2:
         assert_sample_is_reference(folder, ids, serve(engine, ids, 2).samples[0], 2)
         engine.check()
-    assert states.allocator.num_pages == 16 and states.allocator.num_free < 4
+    assert states.allocator.num_pages == 16 and states.allocator.num_free < 5
 
 
 def test_speculation_is_refused_by_name(folder):

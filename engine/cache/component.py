@@ -26,8 +26,8 @@ class Component(ABC):
 
     name: str
     every_boundary = False
-    """True if a hit may end at every page boundary the tree knows; `accepts`, `pin`, `unpin`, `placed`,
-    `demoted` and `removed` are then never called, for the tree's own path pins suffice."""
+    """True if a hit may end at every page boundary the tree knows; `accepts`, `pin`, `unpin`, `used`,
+    `placed`, `demoted` and `removed` are then never called, for the tree's own path pins suffice."""
     until_copied = False
     """True if only a receipt that has just been acquired holds its states, until they are copied."""
     index: int
@@ -42,7 +42,8 @@ class Component(ABC):
         return True
 
     def pin(self, node: Node, length: int) -> Any:
-        """Hold what a hit of `length` tokens ending at `node` needs beyond its path's nodes.
+        """Hold what a hit of `length` tokens ending at `node` needs and the pins of its path's nodes do not
+        keep: None for nothing.
 
         Name it by depth, not by a list of nodes: a node may be split while it is held.
         """
@@ -50,6 +51,10 @@ class Component(ABC):
 
     def unpin(self, held: Any) -> None:
         """Let go of exactly what `pin` returned."""
+        return None
+
+    def used(self, node: Node, length: int) -> None:
+        """A receipt that ends at `node` has been released: what it used is the most recently used."""
         return None
 
     @abstractmethod

@@ -169,6 +169,8 @@ class PrefixCache:
         if receipt.held is not None:
             let_go(tree, receipt.held)
             receipt.held = None
+        for _, component in tree.picky:
+            component.used(node, receipt.length)
         receipt.node = None
         self._receipts -= 1
         tree.clock += 1

@@ -87,18 +87,15 @@ class SlidingWindow(Component):
             boundary, step = start, step.parent
         return missing <= 0
 
-    def pin(self, node: Node, length: int) -> tuple[Node, int]:
-        """The path's own pins say it all: eviction looks for receipts within reach below a node."""
-        return node, length
-
-    def unpin(self, held: tuple[Node, int]) -> None:
-        step, length = held
+    def used(self, node: Node, length: int) -> None:
         low = length - self.reach
         self._clock += 1
+        index, clock, queue = self.index, self._clock, self._queue
+        step = node
         while step.parent is not None and step.end > low:
-            data: WindowPages = step.data[self.index]
-            data.used = self._clock
-            if step not in self._queue or not step.rank:
+            data: WindowPages = step.data[index]
+            data.used = clock
+            if step not in queue or not step.rank:
                 self._enqueue(step, data)
             step = step.parent
 
@@ -180,6 +177,8 @@ class SlidingWindow(Component):
             count = (end - start) // self.page_size
             return np.zeros(count, np.int32), count
         offered = payload[start // self.page_size : end // self.page_size]
+        if offered[0]:
+            return offered, 0
         missing = len(offered) - int(np.count_nonzero(offered))
         assert not offered[:missing].any(), "pages of a window may be missing before others only"
         return offered, missing
@@ -187,23 +186,23 @@ class SlidingWindow(Component):
     # Ownership -------------------------------------------------------------------------------
 
     def adopt(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.transfer(np.concatenate(pieces), _PRIVATE, _TREE)
+        self.allocator.transfer(_joined(pieces), _PRIVATE, _TREE)
 
     def disown(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.transfer(np.concatenate(pieces), _TREE, _PRIVATE)
+        self.allocator.transfer(_joined(pieces), _TREE, _PRIVATE)
 
     def discard(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.free(np.concatenate(pieces), _PRIVATE)
+        self.allocator.free(_joined(pieces), _PRIVATE)
 
     def release(self, pieces: list[np.ndarray]) -> None:
-        self.allocator.free(np.concatenate(pieces), _TREE)
+        self.allocator.free(_joined(pieces), _TREE)
 
     def drop(self, values: list[WindowPages]) -> None:
         self.release([data.live for data in values])
 
     def evict(self, tree: RadixTree, want: int) -> int:
         """Nodes least recently used first, each from its start, up to what receipts look at."""
-        freed = 0
+        freed, in_use = 0, []
         while freed < want:
             entry = self._queue.pop()
             if entry is None:
@@ -215,6 +214,7 @@ class SlidingWindow(Component):
                 continue
             free = len(data) - data.holes - self._reached(node, self._nearest_end(node))
             if free <= 0:
+                in_use.append(node)
                 continue
             count = min(free, want - freed)
             self.allocator.free(data.live[:count], _TREE)
@@ -224,6 +224,9 @@ class SlidingWindow(Component):
                 self._queue.put(node, key)
             tree.changes += 1
             freed += count
+        for node in in_use:  # behind everybody, as if used now
+            node.data[self.index].used = self._clock
+            self.placed(node)
         return freed
 
     def count(self, data: WindowPages) -> int:
@@ -238,3 +241,7 @@ class SlidingWindow(Component):
             ids.append(data.live)
         expected = np.flatnonzero(self.allocator.states == _TREE)
         assert np.array_equal(np.sort(np.concatenate(ids)), expected), "the tree's window pages are not those it owns"
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -54,9 +54,14 @@ MATRIX = {
 
 ENDS = ("all-linear", "embedding", "head", "embedding and head", "bias at a full rank")
 """What a tied embedding may change."""
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
 SECOND = {
-    "qwen3": {"target_modules": "all-linear"},
-    "qwen3 ends": {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True},
+    "qwen3": ("qwen3", {}, {"target_modules": "all-linear"}),
+    "qwen3 ends": ("qwen3", {}, {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True}),
+    "gemma3": ("gemma3_text", WINDOWS, {"target_modules": ["embed_tokens", *ALL]}),
+    "lfm2": ("lfm2", CONVOLUTIONS, {"target_modules": "all-linear"}),
+    "gpt-oss": ("gpt_oss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"target_modules": ALL[:4]}),
 }
 
 
@@ -93,7 +98,7 @@ def same_as(model):
 
 
 def adapted_logits(engine_model, pool, ids, slot: int = 1) -> torch.Tensor:
-    harness = Harness(engine_model)
+    harness = Harness(engine_model, backend="auto")
     batch = harness.batch([], [(harness.row(ids), len(ids))])
     batch.adapters = LoopStep(pool, np.full(len(ids), slot))
     batch.logit_adapters = batch.adapters.rows(np.arange(len(ids)))
@@ -114,7 +119,8 @@ def test_logits_of_a_tied_model_equal_peft(name, tmp_path):
 
 @pytest.mark.parametrize("options", SECOND.values(), ids=SECOND)
 def test_another_architecture(options, tmp_path):
-    check(tiny_reference("qwen3"), options, tmp_path)
+    kind, overrides, adapter = options
+    check(tiny_reference(kind, **overrides), adapter, tmp_path)
 
 
 def check(reference, options, folder) -> None:
@@ -131,7 +137,7 @@ def check(reference, options, folder) -> None:
 
 
 def adapted_base(engine_model, ids) -> torch.Tensor:
-    harness = Harness(engine_model)
+    harness = Harness(engine_model, backend="auto")
     return harness.runner.forward(harness.batch([], [(harness.row(ids), len(ids))]))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engine.cache.component import Component
 from engine.cache.node import Node
 from engine.cache.radix_tree import TOKEN_BYTES, RadixTree
 
@@ -34,6 +35,40 @@ def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> t
     if above is not None and above.queued:
         above.root.queue.remove(above)  # an evictable leaf below the receipt's node got a child
     return target, known, held
+
+
+def append(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> tuple[Node, list[Any]]:
+    """As `insert`, for tokens of which nothing is known below `node`: most inserts of a tree with several
+    components, and far fewer steps."""
+    components, length = tree.components, len(tokens) // TOKEN_BYTES
+    offers: list[Any] = []
+    if node.pins == 1 and not node.children and node.parent is not None:
+        offers = [component.grow(node.data[i], payloads[i], 0, length) for i, component in enumerate(components)]
+    grows = bool(offers) and None not in offers
+    if not grows:
+        offers = [component.attach(payloads[i], 0, length) for i, component in enumerate(components)]
+    taken: list[tuple[Component, list[Any]]] = []
+    edge, data, fresh = node.edge, node.data, None
+    try:
+        for component, (_, pieces) in zip(components, offers, strict=True):
+            if pieces:
+                component.adopt(pieces)
+                taken.append((component, pieces))
+        values = [value for value, _ in offers]
+        if grows:
+            tree.grow(node, tokens, values)
+            fresh = node
+        else:
+            fresh = tree.add_child(node, tokens, values)
+        return fresh, hold(tree, fresh, fresh.end, copying=False)
+    except BaseException:
+        if fresh is node:
+            tree.shrink(node, edge, data)
+        elif fresh is not None:
+            tree.remove_child(fresh)
+        for component, pieces in reversed(taken):
+            component.disown(pieces)
+        raise
 
 
 class Insertion:

@@ -18,7 +18,7 @@ import numpy as np
 from engine.cache.component import Component
 from engine.cache.full import FullAttention, path_pages
 from engine.cache.handles import CacheStats, Extension, Match, Receipt, live_node
-from engine.cache.insertion import hold, insert, let_go
+from engine.cache.insertion import append, hold, insert, let_go
 from engine.cache.integrity import check_tree
 from engine.cache.key import Namespace
 from engine.cache.leaf_queue import LeafQueue
@@ -116,11 +116,15 @@ class PrefixCache:
         assert pages.dtype == np.int32, f"page ids: expected int32, got {pages.dtype}"
         if not num_bytes:
             return Extension(start, start, pages, 0)
-        if len(self.components) == 1 and tokens[: tree.page_bytes] not in node.children:
+        fresh = tokens[: tree.page_bytes] not in node.children
+        if fresh and len(self.components) == 1:
             target, known, held = tree.append(node, tokens, pages), 0, None
         else:
             payloads = [pages, *((states or {}).get(component.name) for component in self.components[1:])]
-            target, known, held = insert(tree, node, tokens, payloads)
+            if fresh:
+                known, (target, held) = 0, append(tree, node, tokens, payloads)
+            else:
+                target, known, held = insert(tree, node, tokens, payloads)
         if target is not node:
             tree.pin(target)
             tree.unpin(node)

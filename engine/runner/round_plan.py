@@ -88,9 +88,12 @@ MOST_VERIFY_ROWS = 1024
 """Verify rows of a tier, unless two a row are more: a device is saturated by then."""
 
 
-def tiers_of_verify_rows(most_rows: int, drafts: int) -> list[int]:
-    """Verify rows that rounds are captured for: four to an octave, at least two apart."""
-    most = min(most_rows * (1 + drafts), max(MOST_VERIFY_ROWS, 2 * most_rows))
+def tiers_of_verify_rows(most_rows: int, drafts: int, whole: bool = False) -> list[int]:
+    """Verify rows that rounds are captured for: four to an octave, at least two apart. Where windows are
+    verified `whole`, nobody plans for the largest of these tiers, so every row's window must fit."""
+    most = most_rows * (1 + drafts)
+    if not whole:
+        most = min(most, max(MOST_VERIFY_ROWS, 2 * most_rows))
     tiers, size = [2, 4, 6], 8
     while size <= most:
         tiers += [size + part * size // 4 for part in range(4)]

@@ -64,7 +64,8 @@ class RoundStepper:
         self._requests = requests
         self._counters = counters
         self._row_tiers = tiers_of_rows(max_rows)
-        self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts)
+        whole = parts.speculation.config.mode != "compact"
+        self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts, whole)
         self._captured: dict[tuple[int, int, RoundModes], CapturedRound] = {}
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0

@@ -17,6 +17,7 @@ from engine.memory.kv_pool import KVPool
 from engine.models.registry import build_model
 from engine.models.spec import read_spec
 from engine.runner.model_runner import ModelRunner
+from engine.runner.round_plan import tiers_of_verify_rows
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams, Want
@@ -182,3 +183,10 @@ def test_scripted_drafts_are_kept_exactly_as_far_as_they_are_right(t_full, right
     for tokens, p, text in zip(loop.tokens, PROMPTS, texts, strict=True):
         assert tokens[len(p) :] == text[: len(tokens) - len(p)]
     assert loop.accepted == 9 * right
+
+
+def test_every_whole_window_has_a_tier():
+    """Planned windows keep to the tiers there are; windows that nobody plans must all fit."""
+    assert tiers_of_verify_rows(256, 7)[-1] == 1024
+    assert tiers_of_verify_rows(256, 7, whole=True)[-1] == 256 * 8
+    assert tiers_of_verify_rows(8, 7) == tiers_of_verify_rows(8, 7, whole=True)

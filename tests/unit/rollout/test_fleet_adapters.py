@@ -195,7 +195,7 @@ def test_what_an_engine_refuses_leaves_every_engine_as_it_was(t_full, folders, t
     asyncio.run(run())
 
 
-_NO_FOLDERS = ["someone/some-repo", "http://127.0.0.1:9/x", "file:///etc", "/etc", "/work/../etc", "/a\0b"]
+_NO_FOLDERS = ["someone/some-repo", "http://127.0.0.1:9/x", "file:///etc", "/etc", "/srv/../etc", "/a\0b"]
 
 
 def test_engines_that_fail_a_publish_are_fenced_unless_all_do(t_full, folders, tmp_path):

@@ -222,6 +222,8 @@ class SlidingWindow(Component):
             node.data[self.index] = WindowPages(bytes(4 * holes) + data.ids[4 * holes :], holes, data.used)
             if count < free:
                 self._queue.put(node, key)
+            elif holes < len(data):
+                in_use.append(node)
             tree.changes += 1
             freed += count
         for node in in_use:  # behind everybody, as if used now

@@ -64,6 +64,18 @@ def test_a_window_gives_up_what_lies_before_it_first() -> None:
     assert bench.window.count(PageState.TREE) == 10
 
 
+def test_what_a_receipt_has_moved_on_from_can_be_given_up() -> None:
+    """Pages that were in use when others of their node went are found again, though nobody releases them."""
+    bench = Bench()
+    kept = bench.serve(ids(range(16)), keep=True)
+    assert bench.cache.evict(9, "swa") == 2, "the last two are looked at"
+    tokens, pages, window = ids(range(100, 116)), bench.full.alloc(4), bench.window.alloc(4)
+    assert pages is not None and window is not None
+    bench.cache.extend(kept, tokens, pages, {"swa": window})
+    assert bench.cache.evict(9, "swa") == 4, "six are left, and the receipt has moved on to the last two"
+    bench.cache.release(kept)
+
+
 def test_a_second_divergence_hits_at_the_branch_point() -> None:
     """The first visitor who diverges is told where; a state kept there serves the next one."""
     bench = Bench()

@@ -13,8 +13,8 @@ from tests.unit.engine.schedules import Judge, Schedule, fuzz
 
 @pytest.mark.parametrize("loop", ["serial", "overlapped"])
 def test_random_schedules(t_full, t_full_w1, loop):
-    tally = fuzz([t_full, t_full_w1], range(6), loop)
-    assert tally.samples > 40
+    tally = fuzz([t_full, t_full_w1], range(10), loop)
+    assert tally.samples > 60
 
 
 @pytest.mark.slow

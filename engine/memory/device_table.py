@@ -85,6 +85,11 @@ class DeviceTable:
         self.columns = DeviceColumns(num_slots, ring, device)
         self.edits: DeviceEdits | None = None
 
+    @property
+    def moves(self) -> int:
+        """Rises whenever a buffer of edits or columns moves: whoever remembers addresses forgets them then."""
+        return self.columns.generation + (0 if self.edits is None else self.edits.generation)
+
     def admit(self, rows: list[RowState]) -> None:
         """Write rows that join; earlier work in the stream still sees the slot's former state."""
         if not rows:

@@ -172,10 +172,9 @@ class GraphStepper:
     def _drop_moved(self) -> None:
         """Forget the steps that know buffers of edits or columns which have grown since."""
         table = self._table
-        moves = table.columns.generation + (0 if table.edits is None else table.edits.generation)
-        if moves == self._moves:
+        if table.moves == self._moves:
             return
-        self._moves = moves
+        self._moves = table.moves
         if self._graphs.exists:
             torch.cuda.synchronize(self._pool.device)
         for key in [key for key in self._captured if key[2].extra]:

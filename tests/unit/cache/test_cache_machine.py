@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache import Namespace, PrefixCache, Receipt
 from engine.memory.allocator import PageAllocator, PageState
 from tests.unit.cache.faults import FaultyFullAttention, Injected, fingerprint
+from tests.unit.cache.machines import run_machine
 
 IDENTITIES = [
     Namespace(),
@@ -334,30 +334,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.allocator.num_free == self.allocator.num_pages
 
 
-_CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-
-
-def _run(examples: int, steps: int, fixed: bool) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(
-        CacheMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=fixed,
-            database=None,
-            suppress_health_check=_CHECKS,
-        ),
-    )
-
-
 def test_random_operations_agree_with_the_dictionary() -> None:
-    _run(90, 60, True)
+    run_machine(CacheMachine, 90, 60, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_random_operations_agree_with_the_dictionary() -> None:
-    _run(1000, 100, False)
+    run_machine(CacheMachine, 1000, 100, False)

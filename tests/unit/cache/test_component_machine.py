@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,6 +19,7 @@ from engine.cache.recurrent import RecurrentState, Snapshot
 from engine.cache.swa import SlidingWindow
 from engine.memory.allocator import PageAllocator, PageState
 from tests.unit.cache.faults import Injected
+from tests.unit.cache.machines import run_machine
 
 CODES = st.lists(st.sampled_from((0, 0, 1, 2)), min_size=1, max_size=7)
 WHICH = st.integers(0, 7)
@@ -344,28 +344,11 @@ class ComponentMachine(RuleBasedStateMachine):
         assert all(each.allocator.num_free == each.allocator.num_pages for each in self.components)
 
 
-def _run(examples: int, steps: int, fixed: bool) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    run_state_machine_as_test(
-        ComponentMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=fixed,
-            database=None,
-            suppress_health_check=checks,
-        ),
-    )
-
-
 def test_random_operations_agree_with_the_dictionaries() -> None:
-    _run(20, 40, True)
+    run_machine(ComponentMachine, 20, 40, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_many_random_operations_agree_with_the_dictionaries() -> None:
-    _run(1000, 100, False)
+    run_machine(ComponentMachine, 1000, 100, False)

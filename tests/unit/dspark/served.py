@@ -15,6 +15,7 @@ from engine import Engine
 from engine.build import load_parts, make_speculation
 from engine.dspark.config import DSparkConfig
 from engine.dspark.drafter import Committed, DrafterTraits, DraftRows, Proposal
+from engine.dspark.speculation import Speculation
 from tests.support import VOCAB, make_config
 from tests.unit.dspark.drafters import checkpoint, drafter_config, random_drafter, save_drafter
 
@@ -30,6 +31,14 @@ def save_random(folder: Path, seed: int = 0, **overrides) -> Path:
 def dspark(drafter: str | Path = "ngram", **fields) -> DSparkConfig:
     """Whole windows in every step, unless told: what a test wants to see exercised."""
     return DSparkConfig(drafter=str(drafter), **({"mode": "static", "sweep_seconds": 0.0} | fields))
+
+
+def timeless(engine: Engine) -> Speculation:
+    """Have it take no notice of step times: then every draft is worth its while, however busy the machine."""
+    speculation = engine._parts.speculation
+    assert speculation is not None
+    speculation.cost.observe = lambda shape, seconds: None
+    return speculation
 
 
 class Scripted:

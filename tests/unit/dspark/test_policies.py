@@ -7,7 +7,7 @@ import pytest
 
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
 from tests.support import prompt, reference_greedy
-from tests.unit.dspark.served import Oracle, Scripted, scripted_engine
+from tests.unit.dspark.served import Oracle, Scripted, scripted_engine, timeless
 from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
 
 STARTS = {None: 10, "LA": 150, "LB": 300}
@@ -62,13 +62,11 @@ def test_case_e7_rows_of_many_policies_accept_each_their_own_number_of_drafts(t_
 def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for_on(t_full, folders):
     """Confidence throughout; success under LA and the base, none under LB."""
     engine = engine_of(t_full, folders, lambda slot, number: 4, dspark=dict(mode="compact", least=4))
-    speculation = engine._parts.speculation
+    speculation = timeless(engine)
     scripted = speculation.drafter
     texts = scripted.texts
     scripted._right = lambda slot, number: 0 if texts[slot][0] >= STARTS["LB"] else 4
     speculation.record.prior = lambda sample: np.ones(4)
-    # Without times every draft is worth its while, however busy the machine.
-    speculation.cost.observe = lambda shape, seconds: None
     asked = [ask_with(name, str(name), prompt(6, start), max_new=40) for name, start in STARTS.items()]
     groups = engine.generate(asked)
     record, step = speculation.record, speculation._step

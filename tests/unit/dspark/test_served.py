@@ -19,7 +19,7 @@ from tests.support import (
     reference_logits,
     save_chain,
 )
-from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine
+from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine, timeless
 
 RICH = Want(entropy=True, top_logprobs=2, extra_logprobs=["raw"])
 
@@ -79,6 +79,7 @@ def assert_alike(groups, expected):
 def test_a_seed_keeps_its_tokens_whatever_is_drafted(t_full, drafter, plain, kind, mode):
     settings = dspark(drafter if kind == "block" else "ngram", mode=mode)
     engine = make_engine(t_full, dspark=settings, prefill_tokens=24)
+    timeless(engine)
     assert_alike(engine.generate(requests()), plain)
     engine.check()
     warm = engine.generate(requests())

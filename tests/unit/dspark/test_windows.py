@@ -11,7 +11,7 @@ from rollout.client import generate_call
 from rollout.codec import decode, encode
 from rollout.protocol import GenerateCall
 from tests.support import ask, make_engine, prompt
-from tests.unit.dspark.served import Oracle, Scripted, dspark, scripted_engine
+from tests.unit.dspark.served import Oracle, Scripted, dspark, scripted_engine, timeless
 
 
 def windowed(name, window, **fields):
@@ -91,11 +91,8 @@ def test_drafting_stops_at_long_contexts_alone(t_full):
     oracle = Oracle(t_full)
     drafter = Scripted(oracle, lambda slot, number: 4 if number < 6 else 0)
     engine = scripted_engine(t_full, drafter, dspark=dict(mode="compact", least=4))
-    speculation = engine._parts.speculation
-    assert speculation is not None
+    speculation = timeless(engine)
     speculation.record.prior = lambda sample: np.ones(4)
-    # Without times every draft is worth its while, however busy the machine.
-    speculation.cost.observe = lambda shape, seconds: None
     engine.generate([ask("long", prompt(40), max_new=90)])
     assert not speculation.record.switch.allows_length(speculation._step, 100)
     assert speculation.record.switch.allows_length(speculation._step, 10)

@@ -79,7 +79,9 @@ class DevicePool:
         self._ready: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._read: torch.cuda.Event | None = None
-        """Behind every launch that may read memory given back since."""
+        """Behind every launch that may read memory given back since, and behind the tables' first zeros."""
+        if self._stream is not None:
+            self._read = _recorded(torch.cuda.current_stream(device))
 
     def load(self, packed: Packed) -> int | None:
         """Copy an adapter in; its slot, or None where there is no room. Readers call `await_ready`."""

@@ -27,15 +27,36 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """One tensor of `shape` that may come instead of several: with its two leading dimensions flattened,
+    its rows are theirs, in the order of `names`."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightMap:
     """Every checkpoint name a model takes.
 
     `aliases` maps a name that may be absent, or present with bytes identical to another's
     (a tied head), onto that other name. `ignored` are names checkpoints carry that hold no
-    weights (rotary inverse frequencies). Both together with `placements` are all that is known:
-    any other name is an error.
+    weights (rotary inverse frequencies). `packed` are other spellings, as trainers hold experts that
+    checkpoints store one by one. All of them together with `placements` are all that is known: any other
+    name is an error.
     """
 
     placements: dict[str, Placement]
     aliases: dict[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    packed: dict[str, Packed] = field(default_factory=dict)
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The placements that a known name fills."""
+        packed = self.packed.get(name)
+        return (self.aliases.get(name, name),) if packed is None else packed.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor that comes under a known name."""
+        packed = self.packed.get(name)
+        return self.placements[self.aliases.get(name, name)].shape if packed is None else packed.shape

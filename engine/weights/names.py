@@ -25,10 +25,11 @@ class NameResolver:
     """Maps sent names onto names of one `WeightMap`."""
 
     def __init__(self, weight_map: WeightMap) -> None:
-        self._known = frozenset(weight_map.placements) | frozenset(weight_map.aliases) | weight_map.ignored
+        named = frozenset(weight_map.placements) | frozenset(weight_map.aliases) | frozenset(weight_map.packed)
+        self._known = named | weight_map.ignored
 
     def resolve(self, name: str) -> str | None:
-        """The known name (placement, alias or ignored) that `name` stands for, or None."""
+        """The known name (placement, alias, packed or ignored) that `name` stands for, or None."""
         if name in self._known:
             return name
         parts = tuple(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)

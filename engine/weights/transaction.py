@@ -146,22 +146,25 @@ class UpdateTransaction:
         self._fingerprints.clear()
 
     def _read_manifest(self, manifest: Sequence[TensorSpec]) -> None:
+        weight_map = self._layout.weight_map
         owners: dict[str, str] = {}
         unmatched: list[str] = []
         for spec in manifest:
             known = self._resolver.resolve(spec.name)
             if known is None:
                 unmatched.append(spec.name)
-            elif known in owners:
-                raise InvalidRequest(
-                    field="manifest", expected="each tensor once", actual=f"{owners[known]} and {spec.name}"
-                )
-            elif known not in self._layout.weight_map.ignored:
-                owners[known] = spec.name
-                self._check_spec(spec)
-                self._specs[known] = spec
-        aliases = self._layout.weight_map.aliases
-        absent = set(self._layout.targets) - {aliases.get(known, known) for known in owners}
+                continue
+            if known in weight_map.ignored:
+                continue
+            for part in weight_map.packed[known].names if known in weight_map.packed else (known,):
+                if part in owners:
+                    raise InvalidRequest(
+                        field="manifest", expected="each tensor once", actual=f"{owners[part]} and {spec.name}"
+                    )
+                owners[part] = spec.name
+            self._check_spec(spec)
+            self._specs[known] = spec
+        absent = set(self._layout.targets) - {part for known in owners for part in weight_map.parts(known)}
         if unmatched or absent:
             raise InvalidRequest(
                 f"the tensors do not fit the model: unmatched {bounded_list(unmatched)},"
@@ -208,34 +211,39 @@ class UpdateTransaction:
             actual = hashlib.sha256(data.cpu().numpy().data).hexdigest()
             if actual != digest.lower():
                 raise InvalidRequest(field=label, expected=f"SHA-256 {digest[:64]}", actual=actual)
-        name = self._layout.weight_map.aliases.get(known, known)
-        target = self._layout.targets[name]
-        rows = self._rows_for(name)
-        values = data.view(WEIGHT_DTYPES[spec.dtype]).reshape(spec.shape).to(rows.device).to(rows.dtype)
+        values = data.view(WEIGHT_DTYPES[spec.dtype]).reshape(spec.shape)
+        if known in self._layout.weight_map.packed:
+            values = values.flatten(0, 1)
+        parts = self._layout.weight_map.parts(known)
+        target = self._layout.targets[parts[0]]
+        rows = self._rows_for(parts)
+        values = values.to(rows.device).to(rows.dtype)
         # The whole tensor is judged, not this rank's part, so that all ranks judge alike.
         if not all_finite(values):
             raise InvalidRequest(field=label, expected=f"finite values in {rows.dtype}", actual="NaN or infinity")
         values = self._layout.shard(target, values)
-        if name not in self._filled:
+        if self._filled.isdisjoint(parts):
             rows.copy_(values)
         elif not torch.equal(_bits(rows), _bits(values)):
             if known in self._arrived:
                 raise Conflict(f"{label} came twice with different values")
             raise InvalidRequest(f"{label} contradicts the tensor it is tied to: both are one matrix in this model")
-        self._filled.add(name)
+        self._filled.update(parts)
         self._arrived.add(known)
         if self._layout.parts[target.param] <= self._filled:
             # Here rather than at the end: what is left for the commit, when decoding waits, is small.
             self._fingerprints[target.param] = fingerprint(self._staged[target.param])
 
-    def _rows_for(self, name: str) -> torch.Tensor:
-        target = self._layout.targets[name]
+    def _rows_for(self, names: tuple[str, ...]) -> torch.Tensor:
+        """The staged rows of placements that lie one after the other in one parameter."""
+        target = self._layout.targets[names[0]]
         if target.param not in self._staged:
             live = self._layout.params[target.param].detach()
             self._staged[target.param] = torch.empty_like(
                 live, device=self._staging_device, memory_format=torch.contiguous_format
             )
-        return self._staged[target.param].narrow(0, target.start, target.rows)
+        count = sum(self._layout.targets[name].rows for name in names)
+        return self._staged[target.param].narrow(0, target.start, count)
 
     def _bytes_of(self, name: str) -> int:
         target = self._layout.targets[name]
@@ -249,7 +257,7 @@ class UpdateTransaction:
             raise InvalidRequest(
                 field=_label(spec.name), expected=f"a dtype of {list(WEIGHT_DTYPES)}", actual=spec.dtype
             )
-        shape = list(self._layout.targets[self._layout.weight_map.aliases.get(known, known)].shape)
+        shape = list(self._layout.weight_map.shape(known))
         if list(spec.shape) != shape:
             raise InvalidRequest(field=_label(spec.name), expected=f"shape {shape}", actual=list(spec.shape))
 

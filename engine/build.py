@@ -153,7 +153,7 @@ def _state_pool(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, devic
     if not spec.recurrent:
         return None
     slots = STATES_PER_ROW * number(config.scheduler.max_running)
-    return StatePool(spec, slots + 1, config.cache.page_size, dtype, device)
+    return StatePool(spec.state_layout(dtype), slots + 1, config.cache.page_size, device)
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:

@@ -1,56 +1,55 @@
 """Storage for recurrent states, in slots.
 
-Owns the tensors, copies between slots, and the newest state of each running row at a page's end: the one a
-prefix cache can use, which cannot be made from a later one. Ignores who holds which slot: slot 0 is scratch
+Owns the tensors, copies between slots, and the newest state of each running row on the grid of pages and
+chunks: the one a prefix cache can use, which cannot be made from a later one. What a slot holds is the layout's
+(`ModelSpec.state_layout`). Ignores who holds which slot: slot 0 is scratch
 that padding may write and nobody owns.
 
-Shapes: S slots, K a convolution's width, D hidden.
+Shapes: S slots.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from engine.models.shape import ModelSpec
+from engine.models.mixers import StateLayout
 
 
 class StatePool:
-    """`layer(i)` are the states [S, ...] of model layer i. A slot with a `partner` (`pair`) is a running
-    row's: whenever it stands at a page's end, `track` copies it there."""
+    """A slot with a `partner` (`pair`) is a running row's: whenever it stands on the grid, `track` copies it
+    there."""
 
-    def __init__(
-        self, spec: ModelSpec, num_slots: int, page_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, layout: StateLayout, num_slots: int, page_size: int, device: torch.device | str) -> None:
         assert num_slots > 1, f"a pool of {num_slots} slots holds nothing"
         self.num_slots = num_slots
-        self._page_size = page_size
-        shape = (num_slots, spec.conv_width - 1, spec.hidden)
+        self.layout = layout
+        self.grid = math.lcm(page_size, layout.grid)
+        """States are kept after multiples of this many tokens."""
         self._layers = {
-            index: torch.zeros(shape, dtype=dtype, device=device)
-            for index, layer in enumerate(spec.layers)
-            if layer.kind == "conv"
+            index: tuple(torch.zeros(num_slots, *each.shape, dtype=each.dtype, device=device) for each in layer)
+            for index, layer in layout.layers.items()
         }
+        self._tensors = [tensor for layer in self._layers.values() for tensor in layer]
         self._partner: dict[int, int] = {}
         self._tracked: dict[int, int] = {}
 
-    @property
-    def slot_bytes(self) -> int:
-        return sum(layer[0].nbytes for layer in self._layers.values())
-
-    def layer(self, index: int) -> torch.Tensor:
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Its tensors [S, ...], in the layout's order."""
         return self._layers[index]
 
     def copy(self, source: int, target: int) -> None:
-        for layer in self._layers.values():
-            layer[target].copy_(layer[source])
+        for tensor in self._tensors:
+            tensor[target].copy_(tensor[source])
 
     def clear(self, slot: int) -> None:
         """The state before the first token."""
-        for layer in self._layers.values():
-            layer[slot].zero_()
+        for tensor in self._tensors:
+            tensor[slot].zero_()
 
     def pair(self, slot: int, partner: int) -> None:
-        """From now on `partner` receives the states of `slot` at ends of pages."""
+        """From now on `partner` receives the states of `slot` on the grid."""
         self._partner[slot] = partner
         self._tracked[slot] = -1
 
@@ -69,15 +68,13 @@ class StatePool:
     def track(self, slots: list[int], lengths: list[int]) -> None:
         """The states in `slots` are now those after `lengths` tokens."""
         ending = [
-            (slot, length)
-            for slot, length in zip(slots, lengths, strict=True)
-            if slot and length % self._page_size == 0
+            (slot, length) for slot, length in zip(slots, lengths, strict=True) if slot and length % self.grid == 0
         ]
         if not ending:
             return
-        device = next(iter(self._layers.values())).device
+        device = self._tensors[0].device
         sources = torch.tensor([slot for slot, _ in ending], device=device)
         targets = torch.tensor([self._partner[slot] for slot, _ in ending], device=device)
-        for layer in self._layers.values():
-            layer.index_copy_(0, targets, layer.index_select(0, sources))
+        for tensor in self._tensors:
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self._tracked.update(ending)

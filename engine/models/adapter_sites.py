@@ -23,13 +23,15 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
             Part(f"{layer}.{names.k}", kv_width),
             Part(f"{layer}.{names.v}", kv_width),
         )
-        if spec.layers[index].kind == "conv":
-            mixer = Part(f"{layer}.conv.in_proj", 3 * spec.hidden), Part(f"{layer}.conv.out_proj", spec.hidden)
+        mixer = spec.layers[index].mixer
+        if mixer is not None:
+            prefix, (out, width) = f"{layer}.{mixer.name}", mixer.output(spec.hidden)
+            parts = tuple(Part(f"{prefix}.{name}", rows) for name, rows in mixer.inputs(spec.hidden).items())
             sites += [
-                Site(spec.hidden, mixer[:1], split=Split.OUTPUTS),
-                Site(spec.hidden, mixer[1:], split=Split.INPUTS),
+                Site(spec.hidden, parts, split=Split.OUTPUTS),
+                Site(width, (Part(f"{prefix}.{out}", spec.hidden),), split=Split.INPUTS),
             ]
-        else:
+        if spec.layers[index].attends:
             sites += [
                 Site(spec.hidden, qkv, split=Split.OUTPUTS),
                 Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),

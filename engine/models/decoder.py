@@ -19,17 +19,21 @@ from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.experts import ClampedExperts
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
+from engine.layers.mixer import Mixer, StateStep
 from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
-from engine.layers.short_conv import ShortConv, StateStep
+from engine.layers.short_conv import ShortConv
 from engine.memory.kv_pool import KVPool
-from engine.memory.state_pool import StatePool
 from engine.models.adapter_sites import dense_geometry
+from engine.models.mixers import ShortConvSpec
 from engine.models.shape import Activation, ModelSpec
 from engine.parallel import TensorParallel
 from engine.weights.mapping import WeightMap
 from lora.geometry import Geometry
 from lora.step import AdapterStep
+
+MIXERS: dict[type, type[Mixer]] = {ShortConvSpec: ShortConv}
+"""How each kind of mixer computes."""
 
 
 class CausalLM(Protocol):
@@ -46,7 +50,7 @@ class CausalLM(Protocol):
         backend: AttentionBackend,
         kv_pool: KVPool,
         capture: dict[int, torch.Tensor] | None = None,
-        states: StatePool | None = None,
+        states: StateStep | None = None,
     ) -> torch.Tensor: ...
 
     def logits(
@@ -65,7 +69,7 @@ class Attention(nn.Module):
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.layer = sum(other.kind == "full" for other in spec.layers[:layer])
+        self.layer = sum(other.attends for other in spec.layers[:layer])
         """Counted among the layers that attend."""
         self.head_dim = spec.head_dim
         self.num_heads = parallel.share(spec.num_heads, "num_attention_heads")
@@ -133,9 +137,10 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
+        kind = spec.layers[layer].mixer
         self.mixer = None
-        if spec.layers[layer].kind == "conv":
-            self.mixer = ShortConv(spec, layer, dtype, device, parallel)
+        if kind is not None:
+            self.mixer = MIXERS[type(kind)](kind, spec.hidden, layer, dtype, device, parallel)
         else:
             self.self_attn = Attention(spec, layer, dtype, device, parallel)
         self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
@@ -219,14 +224,13 @@ class DenseDecoderLM(nn.Module):
         backend: AttentionBackend,
         kv_pool: KVPool,
         capture: dict[int, torch.Tensor] | None = None,
-        states: StatePool | None = None,
+        states: StateStep | None = None,
     ) -> torch.Tensor:
         """Final hidden states hidden_TD, normed.
 
-        `capture` names layers by its keys and receives the states after each of them. `states` holds
-        those of recurrent layers.
+        `capture` names layers by its keys and receives the states after each of them. `states` says where
+        those of recurrent layers are.
         """
-        step = None if states is None else StateStep.of(batch, states)
         backend.plan(batch, kv_pool)
         adapters = batch.adapters
         x_TD = self.model.embed_tokens(batch.input_ids_T)
@@ -236,7 +240,7 @@ class DenseDecoderLM(nn.Module):
             x_TD *= self._embed_scale
         angles = [rotary.at(batch.positions_T) for rotary in self._rotaries]
         for index, (layer, rope) in enumerate(zip(self.model.layers, self._rope_of, strict=True)):
-            x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters, step)
+            x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters, states)
             if capture is not None and index in capture:
                 capture[index] = x_TD.clone()
         return self.model.norm(x_TD)

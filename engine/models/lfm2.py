@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.models import config_fields as fields
 from engine.models.family import Family
+from engine.models.mixers import ShortConvSpec
 from engine.models.shape import LayerSpec, Names
 
 NAMES = Names(
@@ -26,15 +27,14 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
     attending = config.get("full_attn_idxs")
     default = ["full_attention" if attending is None or i in attending else "conv" for i in range(count)]
     kinds = fields.layer_types(config, default, ("full_attention", "conv"))
+    conv = ShortConvSpec(fields.integer(config, "conv_L_cache"), bool(config.get("conv_bias", False)))
     return {
-        "layers": tuple(LayerSpec(kind="conv" if kind == "conv" else "full") for kind in kinds),
+        "layers": tuple(LayerSpec() if kind != "conv" else LayerSpec(attends=False, mixer=conv) for kind in kinds),
         "rope": fields.rope({"rope_theta": 1e6, **config}, fields.integer(config, "max_position_embeddings")),
         "intermediate": _intermediate(config),
         "rms_eps": float(config.get("norm_eps", 1e-5)),
         "tied": bool(config.get("tie_embedding", config.get("tie_word_embeddings", True))),
         "qk_norm": True,
-        "conv_width": fields.integer(config, "conv_L_cache"),
-        "conv_bias": bool(config.get("conv_bias", False)),
         "names": NAMES,
     }
 

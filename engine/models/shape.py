@@ -6,10 +6,13 @@ differs between architectures the files' beside it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from engine.models.mixers import MixerSpec, StateLayout
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -36,12 +39,13 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's token mixing: attention, or a short convolution with a state. `window` counts the
+    """One layer: how it mixes tokens, by attention or by a `mixer` with a state. `window` counts the
     current token; `sink` adds one learned logit per head; `softcap` bounds scores by tanh; `bias` is the
     extent in tokens of a bias by distance, zero beyond it; `rope` is the layer's own where it differs from
     the model's."""
 
-    kind: Literal["full", "conv"] = "full"
+    attends: bool = True
+    mixer: MixerSpec | None = None
     window: int | None = None
     sink: bool = False
     softcap: float | None = None
@@ -124,8 +128,6 @@ class ModelSpec:
     query_scale: float | None = None
     logit_softcap: float | None = None
     experts: ExpertSpec | None = None
-    conv_width: int = 0
-    conv_bias: bool = False
     names: Names = Names()
 
     @property
@@ -133,18 +135,25 @@ class ModelSpec:
         """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
         special = any(switches) or self.experts is not None or self.activation != "silu"
-        plain = all(layer.kind == "full" and layer.rope is None and not layer.sink for layer in self.layers)
+        plain = all(layer.mixer is None and layer.rope is None and not layer.sink for layer in self.layers)
         return plain and not special
 
     @property
     def recurrent(self) -> bool:
         """Whether some layers carry states that are no pages."""
-        return any(layer.kind != "full" for layer in self.layers)
+        return any(layer.mixer is not None for layer in self.layers)
 
     @property
     def attending(self) -> ModelSpec:
         """The layers that attend, as pools of keys and values and attention backends count them."""
         if not self.recurrent:
             return self
-        layers = tuple(layer for layer in self.layers if layer.kind == "full")
+        layers = tuple(layer for layer in self.layers if layer.attends)
         return replace(self, layers=layers, num_layers=len(layers))
+
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout:
+        """What a slot of the model's recurrent states holds, where activations have `dtype` (None: the
+        spec's): the one source of its shapes, bytes and grid."""
+        mixers = {i: layer.mixer for i, layer in enumerate(self.layers) if layer.mixer is not None}
+        layers = {i: mixer.state(self.hidden, dtype or self.dtype) for i, mixer in mixers.items()}
+        return StateLayout(layers, math.lcm(*(mixer.grid for mixer in mixers.values())))

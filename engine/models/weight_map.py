@@ -5,6 +5,7 @@ Owns the one table from published names to fused parameters. Ignores files and t
 
 from __future__ import annotations
 
+from engine.models.mixers import MixerSpec
 from engine.models.shape import ModelSpec
 from engine.weights.mapping import Placement, WeightMap
 
@@ -34,9 +35,10 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
         table.whole(f"{layer}.{names.input_norm}.weight", f"{layer}.input_layernorm.weight", spec.hidden)
-        if spec.layers[index].kind == "conv":
-            _short_conv(table, spec, layer)
-        else:
+        mixer = spec.layers[index].mixer
+        if mixer is not None:
+            _mixer(table, mixer, spec.hidden, layer)
+        if spec.layers[index].attends:
             _attention(table, spec, layer, spec.layers[index].sink)
         table.whole(f"{layer}.{names.block_norm}.weight", f"{layer}.post_attention_layernorm.weight", spec.hidden)
         if spec.output_norms:
@@ -68,14 +70,15 @@ def _attention(table: _Table, spec: ModelSpec, layer: str, sink: bool) -> None:
         table.whole(f"{layer}.{names.k_norm}.weight", f"{param}.k_norm.weight", spec.head_dim)
 
 
-def _short_conv(table: _Table, spec: ModelSpec, layer: str) -> None:
-    name, param, hidden = f"{layer}.conv", f"{layer}.mixer", spec.hidden
-    table.fused(name, {"in_proj": 3 * hidden}, f"{param}.in_proj", hidden, spec.conv_bias)
-    table.whole(f"{name}.out_proj.weight", f"{param}.out_proj.weight", hidden, hidden, shard_dim=1)
-    table.whole(f"{name}.conv.weight", f"{param}.weight_D1K", hidden, 1, spec.conv_width)
-    if spec.conv_bias:
-        table.whole(f"{name}.out_proj.bias", f"{param}.out_proj.bias", hidden)
-        table.whole(f"{name}.conv.bias", f"{param}.bias_D", hidden)
+def _mixer(table: _Table, mixer: MixerSpec, hidden: int, layer: str) -> None:
+    name, param = f"{layer}.{mixer.name}", f"{layer}.mixer"
+    table.fused(name, mixer.inputs(hidden), f"{param}.in_proj", hidden, mixer.bias)
+    out, width = mixer.output(hidden)
+    table.whole(f"{name}.{out}.weight", f"{param}.out_proj.weight", hidden, width, shard_dim=1)
+    if mixer.bias:
+        table.whole(f"{name}.{out}.bias", f"{param}.out_proj.bias", hidden)
+    for part, whole in mixer.wholes(hidden).items():
+        table.whole(f"{name}.{part}", f"{param}.{whole.param}", *whole.shape)
 
 
 def _gated_block(table: _Table, spec: ModelSpec, layer: str) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
+from engine.layers.mixer import StateStep
 from engine.memory.kv_pool import KVPool
 from engine.memory.state_pool import StatePool
 from engine.models.decoder import CausalLM, DenseDecoderLM
@@ -60,7 +61,8 @@ class ModelRunner:
         tokens = batch.num_tokens
         extra = -tokens % ROW_MULTIPLE if self.deterministic else 0
         whole = _padded(batch, extra) if extra else batch
-        hidden_TD = self.model.forward(whole, self.backend, self.kv_pool, capture, self.states)
+        states = None if self.states is None else StateStep.of(whole, self.states, self.deterministic)
+        hidden_TD = self.model.forward(whole, self.backend, self.kv_pool, capture, states)
         if self.states is not None and batch.state_slots is not None:
             self.states.track(batch.state_slots, batch.seq_lens)
         if not extra:

@@ -115,7 +115,7 @@ class Harness:
         random.Random(seed).shuffle(self.free)
         self.runner = ModelRunner(model, pool, make_attention(backend, spec, "cpu", deterministic), deterministic)
         if model.spec.recurrent:
-            self.runner.states = StatePool(model.spec, 64, page_size, dtype or model.dtype, "cpu")
+            self.runner.states = StatePool(model.spec.state_layout(dtype or model.dtype), 64, page_size, "cpu")
         self.next_key = 0
 
     def row(self, ids: list[int]) -> Row:

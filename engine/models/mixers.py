@@ -1,0 +1,108 @@
+"""Mixers with a state, as values: what they are, what checkpoints call them, what a slot of state holds.
+
+Owns everything about a mixer that can be known without computing: pools, planners, weight maps and adapters
+read it here. How they compute is `engine.layers`' (one file a kind, over `engine.layers.mixer`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a layer's state, for one sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Whole(NamedTuple):
+    """A parameter that is no product: its name in the layer's module and its shape, which are the
+    checkpoint's. `dtype` None is the model's."""
+
+    param: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+class MixerSpec(Protocol):
+    """What every kind of mixer says about itself. Names are relative to `name`, the mixer's in checkpoints."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bias(self) -> bool:
+        """Whether its products have one."""
+        ...
+
+    @property
+    def grid(self) -> int:
+        """States are only comparable between runs that cut a sequence at multiples of this many tokens: where
+        chunks of its prefill end. 1 where any cut gives the same bits."""
+        ...
+
+    def inputs(self, hidden: int) -> dict[str, int]:
+        """Products of the layer's input and their widths: one parameter `in_proj`, rows in this order."""
+        ...
+
+    def output(self, hidden: int) -> tuple[str, int]:
+        """The product back to the hidden width, `out_proj`: its name and the width that goes in."""
+        ...
+
+    def wholes(self, hidden: int) -> dict[str, Whole]:
+        """The other parameters, by their names in checkpoints."""
+        ...
+
+    def state(self, hidden: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """What a sequence keeps between two tokens, in the order in which `Mixer` receives it. `dtype` is the
+        model's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution over `width` tokens."""
+
+    width: int
+    bias: bool = False
+    name: str = "conv"
+    grid: int = 1
+
+    def inputs(self, hidden: int) -> dict[str, int]:
+        return {"in_proj": 3 * hidden}
+
+    def output(self, hidden: int) -> tuple[str, int]:
+        return "out_proj", hidden
+
+    def wholes(self, hidden: int) -> dict[str, Whole]:
+        taps = {"conv.weight": Whole("weight_D1K", (hidden, 1, self.width))}
+        return taps | ({"conv.bias": Whole("bias_D", (hidden,))} if self.bias else {})
+
+    def state(self, hidden: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return (StateTensor("inputs", (self.width - 1, hidden), dtype),)
+
+
+class StateLayout(NamedTuple):
+    """A slot of a model's states: the tensors of each recurrent layer, by its index among all layers, and the
+    grid of tokens on which states are kept."""
+
+    layers: dict[int, tuple[StateTensor, ...]]
+    grid: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer)
+
+    def named(self, name: str) -> dict[int, StateTensor]:
+        """One kind of tensor, in the layers that have it."""
+        return {i: tensor for i, layer in self.layers.items() for tensor in layer if tensor.name == name}

@@ -26,6 +26,15 @@ class SharedPrefix:
 
 
 @dataclass(slots=True)
+class WindowRows:
+    """What `ForwardBatch` says of pages, for windowed layers, which have pages of their own. Table entries are 0
+    where a row no longer has the page: no window reaches there."""
+
+    write_slots_T: torch.Tensor
+    page_tables_BP: torch.Tensor
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """One step's input. Rows [0, num_decode) have exactly one query token, the rest are prefill.
 
@@ -52,6 +61,8 @@ class ForwardBatch:
     logit_adapters: AdapterStep | None = None
     state_slots: list[int] | None = None
     """Per row, where the states of recurrent layers are; a row's is changed by the pass."""
+    window: WindowRows | None = None
+    """None where windowed layers use the pages of all others."""
 
     @property
     def num_rows(self) -> int:

@@ -1,12 +1,15 @@
 """Storage for keys and values, in pages.
 
 Owns the tensors. Ignores who holds which page: page 0 is scratch that padding may write and
-nobody owns, every other page belongs to whom the scheduler says.
+nobody owns, every other page belongs to whom the scheduler says. Windowed layers may have fewer pages,
+under ids of their own.
 
 Shapes: N pages, S tokens a page, K key/value heads, H head size.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 
@@ -21,7 +24,8 @@ class KVPool:
     are parts of one slab, and keep their addresses when released memory comes back.
 
     `generation` rises whenever contents change other than by writing tokens; whoever keeps
-    copies of rows must drop them then.
+    copies of rows must drop them then. With `window_pages`, scratch included, the layers that have a window
+    hold that many pages and no more.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         parallel: TensorParallel = SINGLE,
+        window_pages: int | None = None,
     ) -> None:
         assert num_pages > 1 and page_size > 0, f"a pool of {num_pages} pages of {page_size} holds nothing"
         self.num_pages = num_pages
@@ -42,16 +47,24 @@ class KVPool:
         self.dtype = dtype
         self.device = torch.device(device)
         self.generation = 0
-        shape = (num_pages * page_size, 2 * self.num_kv_heads, self.head_dim)
-        stride = aligned(num_pages * page_size * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize)
-        self._slab = make_slab(self.num_layers * stride, self.device, "kv")
-        self._layers = [part(self._slab, layer * stride, shape, dtype) for layer in range(self.num_layers)]
+        self.window_pages = window_pages
+        self._windowed = [window_pages is not None and layer.window is not None for layer in spec.layers]
+        pages = [window_pages if windowed else num_pages for windowed in self._windowed]
+        shapes = [((count or 0) * page_size, 2 * self.num_kv_heads, self.head_dim) for count in pages]
+        self._layer_bytes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
+        starts = [0, *accumulate(aligned(count) for count in self._layer_bytes)]
+        self._slab = make_slab(starts[-1], self.device, "kv")
+        self._layers = [part(self._slab, *each, dtype) for each in zip(starts, shapes, strict=False)]
         self._zero()
 
     @property
     def bytes(self) -> int:
         """Bytes held now; 0 while released."""
-        return self.num_pages * self.page_size * self.token_bytes if self._slab.mapped else 0
+        return sum(self._layer_bytes) if self._slab.mapped else 0
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer's pages are those of windows."""
+        return self._windowed[layer]
 
     @property
     def token_bytes(self) -> int:
@@ -77,20 +90,21 @@ class KVPool:
         return self._paged(layer)[:, :, self.num_kv_heads :]
 
     def _paged(self, layer: int) -> torch.Tensor:
-        return self.tokens(layer).view(self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        return self.tokens(layer).view(-1, self.page_size, 2 * self.num_kv_heads, self.head_dim)
 
     def write(self, layer: int, slots_T: torch.Tensor, kv_T2KH: torch.Tensor) -> None:
         """Store tokens' keys and values, packed as `pack` returns them."""
         self.tokens(layer).index_copy_(0, slots_T, kv_T2KH)
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages, for every layer; `targets` are distinct and disjoint from `sources`."""
+    def copy_pages(self, sources: list[int], targets: list[int], windowed: bool = False) -> None:
+        """Copy whole pages, in every layer that has these ids: those of windows, or the others. `targets` are
+        distinct and disjoint from `sources`."""
         assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
         if not sources:
             return
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
-        for layer in range(self.num_layers):
+        for layer in [layer for layer in range(self.num_layers) if self._windowed[layer] == windowed]:
             paged = self._paged(layer)
             paged.index_copy_(0, target, paged.index_select(0, source))
 

@@ -1,19 +1,23 @@
-"""A block of experts: a gate picks a few for each token, and their outputs are summed.
+"""Blocks of experts: a gate picks a few for each token, and their outputs are summed.
 
-Owns the gate's parameters, the experts' and the reference computation, expert by expert. Ignores how
+Owns the gates' parameters, the experts' and the reference computation, expert by expert. Ignores how
 many ranks there are: experts are not split. Rows of an expert are padded to a multiple of four, so that
 a token's bits do not depend on how many others chose its expert.
 
-Shapes: T tokens, D hidden, X experts, K experts a token, I an expert's width, M rows of one expert.
+Shapes: T tokens, D hidden, X experts, K experts a token, I an expert's width, M rows of one expert, G groups.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from engine.errors import Unsupported
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.matmul import linear
 from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
 from lora.step import AdapterStep
@@ -45,24 +49,96 @@ class ClampedExperts(nn.Module):
         logits_TX = F.linear(x_TD, self.gate_XD, self.gate_bias_X)
         top_TK, chosen_TK = logits_TX.topk(self.per_token, dim=-1)
         weights_TK = torch.softmax(top_TK, dim=-1)
-        out_TD = torch.zeros_like(x_TD)
-        order = chosen_TK.view(-1).argsort(stable=True)
-        counts = torch.bincount(chosen_TK.view(-1), minlength=len(self.gate_XD)).tolist()
-        for expert, places_M in enumerate(order.split(counts)):
-            if counts[expert]:
-                rows_M = places_M // self.per_token
-                added_MD = self._expert(x_TD.index_select(0, rows_M), expert)
-                added_MD *= weights_TK.view(-1).index_select(0, places_M).unsqueeze(1)
-                out_TD.index_add_(0, rows_M, added_MD)
-        return out_TD
+        return sum_of_experts(x_TD, chosen_TK, weights_TK, len(self.gate_XD), self._expert)
 
     __call__ = forward  # no hooks, as elsewhere in a layer
 
     def _expert(self, x_MD: torch.Tensor, expert: int) -> torch.Tensor:
-        rows = len(x_MD)
-        x_MD = F.pad(x_MD, (0, 0, 0, -rows % ROW_MULTIPLE))
         pairs_MI2 = (x_MD @ self.gate_up_XDI[expert] + self.gate_up_bias_XI[expert]).unflatten(-1, (-1, 2))
         gate_MI = pairs_MI2[..., 0].clamp(max=self.limit)
         up_MI = pairs_MI2[..., 1].clamp(-self.limit, self.limit)
         inner_MI = (up_MI + 1) * (gate_MI * torch.sigmoid(gate_MI * self.alpha))
-        return (inner_MI @ self.down_XID[expert] + self.down_bias_XD[expert])[:rows]
+        return inner_MI @ self.down_XID[expert] + self.down_bias_XD[expert]
+
+
+class RoutedExperts(nn.Module):
+    """Silu-gated experts and a shared one. Scores are computed in fp32, ties go to the lowest expert. A gate's
+    parameters stay fp32 whatever the model's dtype is: corrections are small differences."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
+        super().__init__()
+        experts = spec.experts
+        assert experts is not None and experts.gate is not None, "the spec has a gate"
+        if parallel.size > 1:
+            raise Unsupported(field="experts", expected="one rank", actual=f"{parallel.size} ranks")
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.per_token, self.gate = experts.per_token, experts.gate
+        count, hidden, width, shared = experts.count, spec.hidden, self.gate.width, self.gate.shared
+        self.gate_XD, self.correction_X = empty(count, hidden, dtype=torch.float32), empty(count, dtype=torch.float32)
+        self.gate_up_RD = empty(count * 2 * width, hidden)
+        """2 I rows an expert, gates first."""
+        self.down_RI = empty(count * hidden, width)
+        """D rows an expert."""
+        self.gate_up_proj = ColumnParallelLinear(hidden, (shared, shared), False, dtype, device, parallel)
+        self.down_proj = RowParallelLinear(shared, hidden, False, dtype, device, parallel)
+        self.width = width
+
+    def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        chosen_TK, weights_TK = self.choose(x_TD)
+        out_TD = sum_of_experts(x_TD, chosen_TK, weights_TK.to(x_TD.dtype), len(self.gate_XD), self._expert)
+        gate_TI, up_TI = self.gate_up_proj(x_TD, adapters).chunk(2, dim=1)
+        return out_TD.add_(self.down_proj(F.silu(gate_TI).mul_(up_TI), adapters))
+
+    __call__ = forward
+
+    def choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """chosen_TK and their weights_TK, fp32."""
+        gate, count = self.gate, len(self.gate_XD)
+        scores_TX = torch.sigmoid(F.linear(x_TD.float(), self.gate_XD))
+        ranks_TX = scores_TX + self.correction_X
+        if gate.groups > 1:
+            by_group_TGX = ranks_TX.unflatten(1, (gate.groups, count // gate.groups))
+            best_TG = by_group_TGX.topk(min(2, count // gate.groups), dim=-1).values.sum(-1)
+            allowed_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+            allowed_TG.scatter_(1, _best(best_TG, gate.top_groups), True)
+            ranks_TX = by_group_TGX.masked_fill(~allowed_TG[..., None], float("-inf")).flatten(1)
+        chosen_TK = _best(ranks_TX, self.per_token)
+        weights_TK = scores_TX.gather(1, chosen_TK)
+        if gate.normed:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return chosen_TK, weights_TK * gate.scale
+
+    def _expert(self, x_MD: torch.Tensor, expert: int) -> torch.Tensor:
+        width, hidden = self.width, x_MD.shape[1]
+        gate_up_ID = self.gate_up_RD[2 * width * expert : 2 * width * (expert + 1)]
+        gate_MI, up_MI = linear(x_MD, gate_up_ID, None).chunk(2, dim=1)
+        return linear(F.silu(gate_MI).mul_(up_MI), self.down_RI[hidden * expert : hidden * (expert + 1)], None)
+
+
+def sum_of_experts(
+    x_TD: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    count: int,
+    expert_of: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """out_TD: the weighed outputs of each token's experts, summed in the order of experts."""
+    out_TD, per_token = torch.zeros_like(x_TD), chosen_TK.shape[1]
+    order = chosen_TK.view(-1).argsort(stable=True)
+    counts = torch.bincount(chosen_TK.view(-1), minlength=count).tolist()
+    for expert, places_M in enumerate(order.split(counts)):
+        if counts[expert]:
+            rows_M = torch.div(places_M, per_token, rounding_mode="floor")
+            x_MD = F.pad(x_TD.index_select(0, rows_M), (0, 0, 0, -counts[expert] % ROW_MULTIPLE))
+            added_MD = expert_of(x_MD, expert)[: counts[expert]]
+            added_MD *= weights_TK.view(-1).index_select(0, places_M).unsqueeze(1)
+            out_TD.index_add_(0, rows_M, added_MD)
+    return out_TD
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The largest by the last dimension, of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

@@ -42,7 +42,8 @@ class LayerSpec:
     """One layer: how it mixes tokens, by attention or by a `mixer` with a state. `window` counts the
     current token; `sink` adds one learned logit per head; `softcap` bounds scores by tanh; `bias` is the
     extent in tokens of a bias by distance, zero beyond it; `rope` is the layer's own where it differs from
-    the model's."""
+    the model's; `index` says whether it attends to a choice of tokens, its own or that of the last layer which
+    made one; `dense` layers have a gated block where the others have experts."""
 
     attends: bool = True
     mixer: MixerSpec | None = None
@@ -51,6 +52,8 @@ class LayerSpec:
     softcap: float | None = None
     bias: int | None = None
     rope: RopeSpec | None = None
+    index: Literal["none", "own", "shared"] = "none"
+    dense: bool = False
 
     @property
     def plain(self) -> bool:
@@ -60,13 +63,59 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Blocks of `count` experts, `per_token` of which each token uses; `alpha` and `limit` are those of
-    their clamped gates. An expert is as wide as the spec's `intermediate`."""
+    """Blocks of `count` experts, `per_token` of which each token uses. Without a `gate` they are biased, as wide
+    as the spec's `intermediate`, and `alpha` and `limit` are those of their clamped gates."""
 
     count: int
     per_token: int
-    alpha: float
-    limit: float
+    alpha: float = 0.0
+    limit: float = 0.0
+    gate: GateSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """Sigmoid scores that weigh, and those plus a learned correction that choose: first `top_groups` of `groups`
+    by their two best, then experts of these. Weights are divided by their sum where `normed`, and times `scale`.
+    An expert is `width` wide, and one of `shared` is every token's."""
+
+    width: int
+    shared: int
+    groups: int = 1
+    top_groups: int = 1
+    normed: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Who chooses the `top_k` tokens that a query attends to: `heads` of `head_dim`, whose first dimensions are
+    rotated, in pairs of neighbours where `interleaved` and of halves elsewhere."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention over latents: a token is stored as `rank` numbers, from which keys and values of all heads
+    follow, and one rotated key of `rope_dim` that they share. Queries come from `query_rank` numbers, or from the
+    input where that is None; a head's are `nope_dim` plain and `rope_dim` rotated ones, its values `value_dim`."""
+
+    rank: int
+    query_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True
+    index: IndexSpec | None = None
+
+    @property
+    def row(self) -> int:
+        """Numbers a token is stored as."""
+        return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +141,7 @@ class Names:
     sinks: str = "self_attn.sinks"
     expert_gate: str = "mlp.router"
     experts: str = "mlp.experts"
+    shared_expert: str = "mlp.shared_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +150,9 @@ class ModelSpec:
 
     `unit_norms` multiply by 1 + weight and round once, after the weight. With `output_norms` what mixer
     and block add to the residual is normed first. `query_scale` is what scores are scaled by where that
-    is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh. With `experts` every block is one of those.
+    is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh. With `experts` every block is one of those,
+    but in `dense` layers. With `latent` all attention is over latents: one key/value head, `head_dim` is what
+    rotates of it, and `query_scale` is set.
     """
 
     architecture: str
@@ -128,13 +180,14 @@ class ModelSpec:
     query_scale: float | None = None
     logit_softcap: float | None = None
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
     names: Names = Names()
 
     @property
     def uniform(self) -> bool:
         """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
-        special = any(switches) or self.experts is not None or self.activation != "silu"
+        special = any(switches) or bool(self.experts or self.latent) or self.activation != "silu"
         plain = all(layer.mixer is None and layer.rope is None and not layer.sink for layer in self.layers)
         return plain and not special
 

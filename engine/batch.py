@@ -61,6 +61,8 @@ class ForwardBatch:
     logit_adapters: AdapterStep | None = None
     state_slots: list[int] | None = None
     """Per row, where the states of recurrent layers are; a row's is changed by the pass."""
+    provisional: int = 0
+    """Rows at the front whose tokens may be taken back: their recurrent states are left as they are."""
     window: WindowRows | None = None
     """None where windowed layers use the pages of all others."""
 

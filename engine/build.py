@@ -106,10 +106,10 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     cache = PrefixCache(allocator, page_size, (FullAttention(allocator, page_size), *recurrent))
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
     table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
-    states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache)
-    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states)
     runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
     runner.states = state_pool
+    states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache, runner.replay)
+    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states)
     speculation = None
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)

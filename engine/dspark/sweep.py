@@ -145,6 +145,8 @@ class _Sweep:
             row_keys=[self._key - row for row in range(len(lens))],
             num_decode=len(lens) if plain else 0,
             logit_rows_R=torch.arange(len(positions_T), device=self._device),
+            state_slots=None if self._runner.states is None else [0] * len(lens),
+            provisional=0 if plain or self._runner.states is None else len(lens),
         )
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from engine.batch import ForwardBatch
 from engine.errors import Unsupported
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.replay import VerifyStep, verify
 from engine.memory.state_pool import StatePool
 from engine.models.mixers import MixerSpec
 from engine.parallel import TensorParallel
@@ -44,25 +45,28 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StateStep:
-    """Where a step's rows have their states: `slots_B` int64 of the rows of one token each that come first,
-    and the others. With `sequential` nothing may depend on where a sequence was cut: not its bits either."""
+    """Where a step's rows have their states: those of `verify` come first, then `slots_B` int64 of rows of one
+    token each, then the others. With `sequential` nothing may depend on where a sequence was cut: not its bits
+    either."""
 
     pool: StatePool
     slots_B: torch.Tensor
     chunks: Sequence[Chunk] = ()
     sequential: bool = False
+    verify: VerifyStep | None = None
 
     @staticmethod
     def of(batch: ForwardBatch, pool: StatePool, sequential: bool = False) -> StateStep:
-        slots, singles = batch.state_slots, batch.num_decode
+        slots, first, singles = batch.state_slots, batch.provisional, max(batch.provisional, batch.num_decode)
         assert slots is not None, "rows of a recurrent model have states"
         chunks, start = [], 0
         rows = zip(slots[singles:], batch.query_lens[singles:], batch.seq_lens[singles:], strict=True)
         for slot, count, length in rows:
             chunks.append(Chunk(slot, start, start + count, length - count))
             start += count
-        slots_B = torch.tensor(slots[:singles], dtype=torch.int64, device=batch.input_ids_T.device)
-        return StateStep(pool, slots_B, chunks, sequential)
+        slots_B = torch.tensor(slots[first:singles], dtype=torch.int64, device=batch.input_ids_T.device)
+        verify = None if pool.rings is None else VerifyStep.of(batch, pool.rings)
+        return StateStep(pool, slots_B, chunks, sequential, verify)
 
 
 class Mixer(nn.Module):
@@ -87,10 +91,13 @@ class Mixer(nn.Module):
             self.register_parameter(whole.param, nn.Parameter(value, requires_grad=False))
 
     def forward(self, x_TD: torch.Tensor, step: StateStep, adapters: AdapterStep | None = None) -> torch.Tensor:
-        inputs_TI, singles = self.in_proj(x_TD, adapters), len(step.slots_B)
-        states, parts = step.pool.layer(self.layer), []
-        if singles:
-            parts.append(self.decode(inputs_TI[:singles], states, step.slots_B))
+        inputs_TI, states, parts = self.in_proj(x_TD, adapters), step.pool.layer(self.layer), []
+        verified = 0 if step.verify is None else step.verify.num_tokens
+        if step.verify is not None:
+            parts.append(verify(self, inputs_TI[:verified], states, step.verify))
+        singles = verified + len(step.slots_B)
+        if singles > verified:
+            parts.append(self.decode(inputs_TI[verified:singles], states, step.slots_B))
         if step.chunks:
             parts.append(self.prefill(inputs_TI[singles:], states, step))
         return self.out_proj(parts[0] if len(parts) == 1 else torch.cat(parts), adapters)

@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from engine.memory.replay_ring import ReplayRings
 from engine.models.mixers import StateLayout
 
 
@@ -32,6 +33,8 @@ class StatePool:
             for index, layer in layout.layers.items()
         }
         self._tensors = [tensor for layer in self._layers.values() for tensor in layer]
+        self.rings: ReplayRings | None = None
+        """Set where drafts are verified."""
         self._partner: dict[int, int] = {}
         self._tracked: dict[int, int] = {}
 

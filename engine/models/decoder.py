@@ -44,6 +44,9 @@ class CausalLM(Protocol):
     weight_map: WeightMap
     adapter_sites: Geometry
 
+    @property
+    def mixers(self) -> list[Mixer]: ...
+
     def forward(
         self,
         batch: ForwardBatch,
@@ -213,6 +216,11 @@ class DenseDecoderLM(nn.Module):
         self.lm_head = None if spec.tied else Embedding(spec.vocab_size, spec.hidden, dtype, device)
         self.adapter_sites = dense_geometry(spec, parallel)
         self._number_sites()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """Of the layers with a recurrent state."""
+        return [layer.mixer for layer in self.model.layers if layer.mixer is not None]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ Shapes: T tokens, D hidden, R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.mixer import StateStep
+from engine.layers.replay import ReplayStep, replay
 from engine.memory.kv_pool import KVPool
+from engine.memory.replay_ring import Run
 from engine.memory.state_pool import StatePool
 from engine.models.decoder import CausalLM, DenseDecoderLM
 from lora.step import AdapterStep
@@ -64,13 +66,22 @@ class ModelRunner:
         states = None if self.states is None else StateStep.of(whole, self.states, self.deterministic)
         hidden_TD = self.model.forward(whole, self.backend, self.kv_pool, capture, states)
         if self.states is not None and batch.state_slots is not None:
-            self.states.track(batch.state_slots, batch.seq_lens)
+            first = batch.provisional
+            self.states.track(batch.state_slots[first:], batch.seq_lens[first:])
         if not extra:
             return hidden_TD
         for layer in capture or {}:
             assert capture is not None
             capture[layer] = capture[layer][:tokens]
         return hidden_TD[:tokens]
+
+    @torch.inference_mode()
+    def replay(self, runs: Sequence[Run]) -> None:
+        """Bring recurrent states forward by tokens that were provisional and are kept."""
+        assert self.states is not None and self.states.rings is not None, "nothing was provisional"
+        step = ReplayStep.of(runs, self.states.rings, self.kv_pool.device)
+        for mixer in self.model.mixers:
+            replay(mixer, self.states.layer(mixer.layer), step)
 
     def logits(self, hidden_RD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         """logits_RV, fp32; `adapters` are the rows' own."""

@@ -82,6 +82,7 @@ class BatchBuilder:
             else:
                 rows.add(sample.sequence, sample.sequence.computed, feed, sample.group.lease)
         num_decode = 0 if feeds is not None and not self.verify_as_decode else len(rows.slots)
+        provisional = 0 if feeds is None else len(rows.slots)
         logit_rows = list(range(rows.end))
         for prefill, count in chunks:
             sequence = prefill.sequence
@@ -91,6 +92,7 @@ class BatchBuilder:
                 logit_rows.append(rows.end - 1)
         tokens_T = np.concatenate([np.asarray(part, dtype=np.int64) for part in rows.tokens])
         batch = self._assemble(rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
+        batch.provisional = provisional
         return self._adapt(batch, rows.leases, rows.counts, logit_rows)
 
     def build_decode(self, samples: list[Sample], tokens: list[int], computed: list[int]) -> ForwardBatch:

@@ -102,6 +102,9 @@ class SerialLoop:
             self._sample([], started, None, hold=False)
         else:
             self._sample(rows, started, logits_RV, hold=not decode)
+        if draft is not None:
+            going_on = [sample.sequence for sample in rows if sample.sequence is not None]
+            scheduler.pages.fold(going_on)
         self._counters.steps += 1
         seconds = time.perf_counter() - began
         self._counters.step_seconds += seconds

@@ -125,6 +125,11 @@ class PageManager:
         extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages, states)
         self.table.pages_SP[sequence.slot, first:last] = extension.pages
 
+    def fold(self, sequences: list[Sequence]) -> None:
+        """The recurrent states of sequences that verified drafts become those after their `computed` tokens."""
+        if self.states is not None and self.table.states_S is not None:
+            self.states.fold({int(self.table.states_S[s.slot]): s.computed for s in sequences})
+
     def fork(self, parent: Sequence, num_tokens: int, spare: int) -> Sequence | None:
         """A sequence that shares the parent's tree pages and owns a copy of the page after them.
 

@@ -22,15 +22,18 @@ from engine.cache.full import FullAttention
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.recurrent import RecurrentState
 from engine.config import EngineConfig, SchedulerConfig, number
-from engine.dspark.build import load_drafter
-from engine.dspark.config import check_config
+from engine.dspark.build import LoadedDrafter, load_drafter
+from engine.dspark.config import NGRAM_DRAFTS, check_config
 from engine.dspark.drafter import Drafter
 from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
-from engine.memory.budget import adapter_mib, pool_budget, whole_pages
+from engine.memory.budget import adapter_mib, plan_memory, planned
 from engine.memory.kv_pool import KVPool
+from engine.memory.needs import DraftShape
+from engine.memory.plan import MemoryPlan
+from engine.memory.replay_ring import ReplayLayout, ReplayRings
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
 from engine.memory.state_pool import StatePool
@@ -46,10 +49,6 @@ from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
 from engine.weights.layout import WeightedModel
 from engine.weights.loader import load_weights
-
-STATES_PER_ROW = 8
-"""Slots of recurrent states for each row that may run: two for it, two for a sequence that prefills or waits
-to be forked beside it, the rest for the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -67,6 +66,7 @@ class Parts:
     memory: MemoryTags
     counters: EngineCounters
     adapters: Adapters
+    plan: MemoryPlan
     layout: str
     """Cache key of the stored states' arrangement."""
     drafter_model: WeightedModel | None = None
@@ -82,7 +82,7 @@ def load_parts(folder: Path, config: EngineConfig) -> Parts:
 def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDecoderLM], object]) -> Parts:
     """Build the model, let `fill` give its parameters their values, and size the pools: the parts'
     configuration has no "auto" left."""
-    config = resolve(config, spec)
+    spare_rows, config = config.scheduler.max_running == "auto", resolve(config, spec)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
@@ -93,9 +93,23 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     draft = None if drafter is None else drafter.kv
     room = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
     config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=room))
+    drafting = _draft_shape(config, drafter)
+    ring_bytes = 0 if drafting is None else ReplayLayout.of(spec, dtype, 1, drafting.drafts).ring_bytes
+    plan = plan_memory(
+        spec,
+        config,
+        dtype,
+        device,
+        spare_rows=spare_rows,
+        draft_kv=draft,
+        draft=drafting,
+        ring_bytes=ring_bytes,
+    )
+    if config.cache.kv_tokens == "auto":
+        print("\n".join(plan.lines()), file=sys.stderr)
+    config = planned(config, plan)
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     state_pool = _state_pool(spec, config, dtype, device)
-    config = _size_pool(config, spec.attending, device, dtype, draft)
     num_pages = number(config.cache.kv_tokens) // page_size
     pool = KVPool(spec.attending, num_pages + 1, page_size, dtype, device)
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
@@ -108,6 +122,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
     runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
     runner.states = state_pool
+    if state_pool is not None and drafting is not None:
+        state_pool.rings = ReplayRings(ReplayLayout.of(spec, dtype, max_running, drafting.drafts), device)
     states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache, runner.replay)
     pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states)
     speculation = None
@@ -133,6 +149,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         memory=MemoryTags(arena, pool, cache, adapters, None if drafter is None else drafter.arena, draft_pool),
         counters=EngineCounters(),
         adapters=adapters,
+        plan=plan,
         layout=f"{config.dtype}/{page_size}",
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,
@@ -149,10 +166,9 @@ def make_speculation(
 
 
 def _state_pool(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> StatePool | None:
-    """Before the pool of keys and values is sized by what is left."""
     if not spec.recurrent:
         return None
-    slots = STATES_PER_ROW * number(config.scheduler.max_running)
+    slots = number(config.cache.state_slots)
     return StatePool(spec.state_layout(dtype), slots + 1, config.cache.page_size, device)
 
 
@@ -184,8 +200,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
     _positive("cache.page_size", config.cache.page_size)
     check_config(config.dspark)
-    if spec.recurrent and config.dspark.enabled:
-        raise Unsupported(field="dspark.drafter", expected="none: states cannot be rewound", actual=spec.architecture)
     serial = torch.device(device).type == "cpu" or config.dspark.enabled
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
@@ -225,19 +239,15 @@ def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
     return resolved
 
 
-def _size_pool(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, draft: ModelSpec | None
-) -> EngineConfig:
-    """The configuration with the pool's size in whole pages, printed where it was "auto"."""
-    wanted, fraction = config.cache.kv_tokens, config.cache.memory_fraction
-    rows, tokens = number(config.scheduler.max_running), number(config.scheduler.prefill_tokens)
-    if not isinstance(wanted, int):
-        adapter_bytes = number(config.adapters.device_mib) << 20 if device.type == "cuda" else 0
-        budget = pool_budget(spec, dtype, device, fraction, tokens, rows, draft, adapter_bytes)
-        print(budget.describe(), file=sys.stderr)
-        wanted = budget.num_tokens
-    kv_tokens = whole_pages(wanted, config.cache.page_size)
-    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_tokens=kv_tokens))
+def _draft_shape(config: EngineConfig, drafter: LoadedDrafter | None) -> DraftShape | None:
+    """What rounds of speculation are sized by."""
+    if drafter is None:
+        return None
+    rejection, drafts, model = config.dspark.rule == "rejection", config.dspark.drafts, drafter.model
+    if model is None:
+        return DraftShape(drafts or NGRAM_DRAFTS, rejection=rejection)
+    most = model.spec.num_drafts
+    return DraftShape(min(drafts or most, most), model.spec.block, model.spec.backbone, rejection)
 
 
 def _positive(field: str, value: int) -> None:

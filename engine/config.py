@@ -24,12 +24,15 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """`page_size` in tokens. `kv_tokens` is the size of the key/value pool; "auto" takes
-    `memory_fraction` of the device memory left after the weights and what steps and captured graphs
-    need (on the CPU, at most room for `max_running` whole contexts)."""
+    """`page_size` in tokens. `kv_tokens` is the size of the key/value pool, `window_tokens` that of the layers
+    that look through a window, `state_slots` the recurrent states kept. "auto" divides `memory_fraction` of the
+    device memory left after the weights and what steps and captured graphs need (on the CPU, at most room
+    for `max_running` whole contexts)."""
 
     page_size: int = 16
     kv_tokens: int | Auto = "auto"
+    window_tokens: int | Auto = "auto"
+    state_slots: int | Auto = "auto"
     memory_fraction: float = 0.5
     prefix_cache: bool = True
 
@@ -42,7 +45,8 @@ class SchedulerConfig:
     `burst` the decode steps that the overlapped loop launches at once. While prompts wait it computes
     up to `prefill_burst` times `prefill_tokens` of them between two decode steps: more fills the
     batch sooner, so that fewer steps run half empty; fewer keeps the wait of decoding rows short.
-    "auto" rows and prompt tokens are what keeps the device busy: 512 and 8192 on a GPU, 64 and 512 on the CPU."""
+    "auto" rows and prompt tokens are what keeps the device busy: 512 and 8192 on a GPU, 64 and 512 on the CPU,
+    and fewer rows where memory is short."""
 
     max_running: int | Auto = "auto"
     max_waiting: int = 8192

@@ -24,6 +24,7 @@ from engine.dspark.watching import Drafting
 from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
 from engine.loops import make_loop
 from engine.memory.allocator import PageState
+from engine.memory.plan import MemoryPlan
 from engine.metrics import EngineGauges
 from engine.namespaces import Namespaces
 from engine.pausing import PauseState, check_mode
@@ -312,6 +313,11 @@ class Engine:
     def drafter_version(self) -> int:
         """0 for a drafter that was never updated, or where there is none."""
         return self._updates.drafter_version
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """How the memory left after the weights was divided, and why."""
+        return self._parts.plan
 
     def draft_report(self) -> DraftReport:
         """Sums over speculation since the start; empty without a drafter."""

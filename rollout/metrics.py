@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,6 +52,19 @@ def exposition(
             family = kind(f"{PREFIX}_{subsystem}_{name}", name.replace("_", " "), labels=list(labels))
             family.add_metric(list(labels.values()), value)
             families.append(family)
+    return written(families)
+
+
+def plan_exposition(plan: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Gauges of an engine's memory plan (`MemoryPlan.to_dict`): bytes and units by part."""
+    families: list[Metric] = []
+    for name in ("bytes", "units"):
+        family = GaugeMetricFamily(
+            f"{PREFIX}_engine_planned_{name}", f"Memory plan: {name} of a part.", labels=[*labels, "part", "unit"]
+        )
+        for share in plan["shares"]:
+            family.add_metric([*labels.values(), share["name"], share["unit"]], share[name])
+        families.append(family)
     return written(families)
 
 

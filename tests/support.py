@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -101,6 +102,7 @@ def make_config(
     *,
     page_size: int = 4,
     kv_tokens: int = 4096,
+    state_slots: int | Literal["auto"] = "auto",
     max_running: int = 16,
     prefill_tokens: int = 64,
     lookahead: int = 4,
@@ -112,7 +114,9 @@ def make_config(
     """A small engine: what makes it work is met in few tokens."""
     return engine_config(
         **engine,
-        cache=CacheConfig(page_size=page_size, kv_tokens=kv_tokens, prefix_cache=prefix_cache),
+        cache=CacheConfig(
+            page_size=page_size, kv_tokens=kv_tokens, state_slots=state_slots, prefix_cache=prefix_cache
+        ),
         scheduler=SchedulerConfig(
             max_running=max_running,
             prefill_tokens=prefill_tokens,

@@ -1,80 +1,105 @@
-"""How many tokens the key/value pool holds.
+"""From an engine's settings to its memory plan.
 
-Owns the sum: what is free once the weights are in, less what steps and captured graphs will need,
-times a fraction. Ignores where the pool then lies.
+Owns reading what is free, and the settings' meaning for the division. Ignores the rule of division
+(`engine.memory.plan`) and what shapes take (`engine.memory.needs`).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from engine.errors import InvalidRequest
+from engine.config import EngineConfig, number
+from engine.memory.needs import (
+    GRAPH_BYTES,
+    DraftShape,
+    round_share,
+    split_token_bytes,
+    step_shares,
+    token_bytes,
+    window_of,
+)
+from engine.memory.plan import MemoryPlan, Needs, Share, Wanted, divide
 from engine.models.spec import ModelSpec
 from lora.config import AdapterConfig
 from lora.geometry import Geometry
 from lora.packing import room_for
 
-GRAPH_BYTES = 512 << 20
-"""For what no shape tells: graphs' nodes and page tables by tier, library workspaces, rounding."""
-
-LOGIT_COPIES = 4
-"""fp32 copies of a row's logits that the serial sampler holds at once."""
-
 ADAPTER_SHARE = 16
 """The part of the memory left after the weights that adapters may have by default is one over this."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolBudget:
-    """`num_tokens` of `token_bytes` each, out of `free_bytes` less `reserved_bytes`; bounded by
-    `useful_tokens` where more would never be used (None: no bound)."""
-
-    free_bytes: int
-    reserved_bytes: int
-    fraction: float
-    token_bytes: int
-    useful_tokens: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        fits = int(max(0, self.free_bytes - self.reserved_bytes) * self.fraction) // self.token_bytes
-        return fits if self.useful_tokens is None else min(fits, self.useful_tokens)
-
-    def describe(self) -> str:
-        pool, free, reserved = (
-            f"{count / 2**30:.2f}"
-            for count in (self.num_tokens * self.token_bytes, self.free_bytes, self.reserved_bytes)
-        )
-        bound = "" if self.num_tokens != self.useful_tokens else ", all that can be of use"
-        return (
-            f"kv: {self.num_tokens} tokens in {pool} GiB ({self.fraction:g} of {free} GiB free after the weights,"
-            f" less {reserved} for steps, graphs and adapters{bound})"
-        )
-
-
-def pool_budget(
+def plan_memory(
     spec: ModelSpec,
+    config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
-    fraction: float,
-    prefill_tokens: int,
-    max_running: int,
-    draft: ModelSpec | None = None,
-    adapter_bytes: int = 0,
-) -> PoolBudget:
-    """Call it with the weights in place. A token has states in a drafter of shape `draft` too, where there
-    is one. `adapter_bytes` are left to adapters. On the CPU, memory serves everybody else too, so the pool never
-    grows past `max_running` whole contexts."""
-    return PoolBudget(
-        free_bytes=_free_bytes(device),
-        reserved_bytes=_step_bytes(spec, dtype, prefill_tokens, max_running) + adapter_bytes,
-        fraction=fraction,
-        token_bytes=_token_bytes(spec, dtype) + (0 if draft is None else _token_bytes(draft, dtype)),
-        useful_tokens=None if device.type == "cuda" else max_running * spec.context_len,
+    *,
+    spare_rows: bool = False,
+    split_windows: bool = False,
+    draft_kv: ModelSpec | None = None,
+    draft: DraftShape | None = None,
+    ring_bytes: int = 0,
+) -> MemoryPlan:
+    """Call it with the weights in place, and `config` resolved but for the sizes of pools.
+
+    With `spare_rows` fewer rows than configured will do; with `split_windows` windowed layers have pages of
+    their own. A token has states of a drafter's `draft_kv` too; `ring_bytes` are a running row's replay rings. On
+    the CPU, memory serves everybody else too, so pools never grow past `max_running` whole contexts.
+    """
+    gpu, attending = device.type == "cuda", spec.attending
+    tokens = number(config.scheduler.prefill_tokens)
+    full, windowed = split_token_bytes(attending, dtype) if split_windows else (token_bytes(attending, dtype), 0)
+
+    def reserve(rows: int) -> tuple[Share, ...]:
+        shares = step_shares(spec, dtype, tokens, rows, spec.context_len, config.deterministic)
+        if draft is not None:
+            shares += (round_share(spec, dtype, rows, draft),)
+        if ring_bytes:
+            shares += (Share("rings", rows, "rows", ring_bytes, "replay of drafts of recurrent layers"),)
+        if gpu:
+            mib = number(config.adapters.device_mib)
+            shares += (Share("adapters", mib, "MiB", 1 << 20, "adapters.device_mib"),)
+            shares += (Share("graphs", 1, "reserve", GRAPH_BYTES, "captured graphs, tables, libraries"),)
+        return shares
+
+    needs = Needs(
+        token_bytes=full,
+        reserve=reserve,
+        draft_token_bytes=0 if draft_kv is None else token_bytes(draft_kv, dtype),
+        window_token_bytes=windowed,
+        window=window_of(attending) if windowed else 0,
+        state_bytes=spec.state_layout(dtype).slot_bytes if spec.recurrent else 0,
     )
+    rows = number(config.scheduler.max_running)
+    wanted = Wanted(
+        page_size=config.cache.page_size,
+        fraction=config.cache.memory_fraction,
+        max_running=rows,
+        spare_rows=spare_rows,
+        lookahead=config.scheduler.lookahead,
+        prefill_tokens=tokens,
+        kv_tokens=_given(config.cache.kv_tokens),
+        window_tokens=_given(config.cache.window_tokens),
+        state_slots=_given(config.cache.state_slots),
+        useful_tokens=None if gpu else rows * spec.context_len,
+    )
+    return divide(needs, wanted, free_bytes(device))
+
+
+def planned(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """The configuration with the plan's sizes in the place of "auto"."""
+    cache = replace(
+        config.cache,
+        kv_tokens=plan.units("kv"),
+        window_tokens=plan.units("window_kv"),
+        state_slots=plan.units("states"),
+    )
+    scheduler = replace(config.scheduler, max_running=plan.max_running)
+    return replace(config, cache=cache, scheduler=scheduler)
 
 
 def adapter_mib(config: AdapterConfig, sites: Geometry, dtype: torch.dtype, device: torch.device) -> int:
@@ -84,31 +109,29 @@ def adapter_mib(config: AdapterConfig, sites: Geometry, dtype: torch.dtype, devi
     if device.type != "cuda":
         return 1024
     widest = room_for(sites, config.max_rank, dtype)
-    return max(1, min(_free_bytes(device) // ADAPTER_SHARE, config.max_resident * widest) >> 20)
+    return max(1, min(free_bytes(device) // ADAPTER_SHARE, config.max_resident * widest) >> 20)
 
 
-def whole_pages(num_tokens: int, page_size: int) -> int:
-    """`num_tokens` rounded down to pages; raises `InvalidRequest` where not one fits."""
-    if num_tokens < page_size:
-        raise InvalidRequest(field="cache.kv_tokens", expected=f"at least one page of {page_size}", actual=num_tokens)
-    return num_tokens // page_size * page_size
-
-
-def _token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-
-
-def _step_bytes(spec: ModelSpec, dtype: torch.dtype, prefill_tokens: int, max_running: int) -> int:
-    """A bound on what a prefill step, a captured decode step and their logits hold at once."""
-    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    token = (3 * spec.hidden + attention + 3 * spec.intermediate) * dtype.itemsize
-    row = spec.vocab_size * (dtype.itemsize + 4 * LOGIT_COPIES)
-    return prefill_tokens * token + max_running * (token + row) + GRAPH_BYTES
-
-
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Bytes that may still be taken: of a GPU, or of the host as far as this process may use it."""
     if device.type == "cuda":
         # What torch holds unused is as good as free.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            host = int(line.split()[1]) << 10
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    return min(host, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else host
+
+
+def _given(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

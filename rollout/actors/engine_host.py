@@ -38,7 +38,7 @@ from rollout.actors.hosted_adapters import HostedAdapters
 from rollout.actors.streams import EventQueue, GroupStream, Push
 from rollout.actors.text_front import TextFront
 from rollout.draft_metrics import draft_exposition
-from rollout.metrics import exposition
+from rollout.metrics import exposition, plan_exposition
 from rollout.protocol import AdapterSource, Event, GenerateCall, GroupEnd, Health, MemoryReport, Origin, VersionReport
 from rollout.routing.sessions import SessionTable
 
@@ -276,16 +276,18 @@ class EngineHost:
 
     async def metrics(self) -> str:
         labels = {"engine": self.engine_id, "incarnation": str(self.incarnation)}
-        counters, gauges, drafts = await self._thread.call(
+        counters, gauges, drafts, plan = await self._thread.call(
             lambda engine: (
                 dataclasses.asdict(engine.counters),
                 dataclasses.asdict(engine.gauges()),
                 engine.draft_report(),
+                engine.memory_plan.to_dict(),
             )
         )
         backend = {name: str(self._limits[name]) for name in ("device", "dtype", "attention", "loop")}
         info = exposition("engine", {}, {"info": 1}, labels | backend)
-        return exposition("engine", counters, gauges, labels) + draft_exposition(drafts, labels) + info
+        shown = exposition("engine", counters, gauges, labels) + plan_exposition(plan, labels)
+        return shown + draft_exposition(drafts, labels) + info
 
     async def capabilities(self) -> dict[str, object]:
         text = {"text": self._text.available, "chat": self._text.chat}

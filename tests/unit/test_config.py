@@ -62,7 +62,8 @@ def test_resolving_refuses_what_cannot_run(t_full, override):
 
 def test_resolved_configurations_have_no_auto_but_what_waits_for_the_weights(t_full):
     config = resolve(EngineConfig(), read_spec(t_full))
-    waiting = ["cache.kv_tokens = 'auto'", "adapters.device_mib = 'auto'"]
+    waiting = [f"cache.{name} = 'auto'" for name in ("kv_tokens", "window_tokens", "state_slots")]
+    waiting.append("adapters.device_mib = 'auto'")
     assert [line for line in describe(config) if "auto" in line] == waiting
 
 

@@ -115,7 +115,7 @@ def test_a_prompt_under_way_stops_where_another_will_branch_off(folder):
 
 
 def test_few_slots_evict_snapshots_and_change_no_token(folder):
-    engine = make_engine(folder, page_size=PAGE, max_running=2, kv_tokens=512)
+    engine = make_engine(folder, page_size=PAGE, max_running=2, kv_tokens=512, state_slots=16)
     states = engine._parts.pages.states
     prompts = [prompt(17, start=20 * i) for i in range(12)]
     for ids in prompts * 2:

@@ -1,54 +1,116 @@
-"""How large the key/value pool becomes."""
+"""What an engine's settings and a model's shape make of the memory there is."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.errors import InvalidRequest
 from engine.memory import budget as budgets
-from engine.memory.budget import ADAPTER_SHARE, PoolBudget, adapter_mib, pool_budget, whole_pages
+from engine.memory.budget import ADAPTER_SHARE, adapter_mib, free_bytes, plan_memory, planned
+from engine.memory.needs import DraftShape
+from engine.models.spec import LayerSpec
 from lora.config import AdapterConfig
 from lora.packing import pack, room_for
 from tests.unit.lora.toy_geometry import all_linear, geometry, weights
 from tests.unit.memory.test_kv_pool import SPEC
 
-
-def test_a_fraction_of_what_is_left_after_steps_and_graphs() -> None:
-    budget = PoolBudget(free_bytes=10_000, reserved_bytes=2_000, fraction=0.5, token_bytes=40)
-    assert budget.num_tokens == 100 and "100 tokens" in budget.describe()
-    assert PoolBudget(10_000, 2_000, 0.5, 40, useful_tokens=70).num_tokens == 70
-    assert "of use" in PoolBudget(10_000, 2_000, 0.5, 40, useful_tokens=70).describe()
-    assert PoolBudget(1_000, 2_000, 0.5, 40).num_tokens == 0
+GPU = torch.device("cuda")
 
 
-def test_more_rows_and_tokens_reserve_more() -> None:
-    def reserved(tokens: int, rows: int) -> int:
-        budget = pool_budget(SPEC, torch.bfloat16, torch.device("cpu"), 0.5, tokens, rows)
-        assert budget.token_bytes == 2 * 2 * 2 * 4 * 2 and budget.free_bytes > 0
-        assert budget.useful_tokens == rows * 32
-        return budget.reserved_bytes
+def config(rows: int = 4, tokens: int = 64, **cache) -> EngineConfig:
+    return EngineConfig(
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(max_running=rows, prefill_tokens=tokens),
+        adapters=AdapterConfig(device_mib=3),
+    )
 
-    row = reserved(1, 2) - reserved(1, 1)
-    token = reserved(2, 1) - reserved(1, 1)
-    assert row >= SPEC.vocab_size * 4 + token and token >= (2 * SPEC.hidden + 2 * SPEC.intermediate) * 2
+
+def plan(settings: EngineConfig, spec=SPEC, device=GPU, **more):
+    return plan_memory(spec, settings, torch.bfloat16, device, **more)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch) -> None:
+    monkeypatch.setattr(budgets, "free_bytes", lambda device: 2 << 30)
+
+
+def test_every_part_has_its_reserve_and_is_counted() -> None:
+    settings = config()
+    shape = DraftShape(drafts=3, block=4, shape=SPEC, rejection=True)
+    made = plan(settings, draft_kv=SPEC, draft=shape, ring_bytes=1000)
+    names = [share.name for share in made.shares]
+    assert names == [
+        "kv", "draft_kv", "prefill_step", "decode_step", "prefix_states", "rounds", "rings", "adapters", "graphs",
+    ]  # fmt: skip
+    assert made.units("kv") == made.units("draft_kv") and made.units("rings") == 4 and made.units("adapters") == 3
+    reserved = sum(share.bytes for share in made.shares[2:])
+    token = 2 * 2 * 2 * 2 * 4 * 2
+    assert made.units("kv") == int((made.available_bytes - reserved) * 0.5) // token // 16 * 16
+    assert made.planned_bytes == reserved + made.units("kv") * token
+    told = made.to_dict()
+    assert told["planned_bytes"] == made.planned_bytes and len(told["shares"]) == len(names)  # type: ignore[arg-type]
+    assert all(any(f"{name}:" in line for line in made.lines()) for name in names)
+    more = plan(config(rows=8), draft_kv=SPEC, draft=shape, ring_bytes=1000)
+    more_tokens = plan(config(tokens=128))
+    assert more.units("kv") < made.units("kv") and more_tokens.units("kv") < plan(settings).units("kv")
+    fixed, free = (replace(settings, deterministic=flag) for flag in (True, False))
+    assert plan(fixed).units("kv") != plan(free).units("kv"), "fixed pieces of shared prefixes need other room"
+
+
+def test_on_the_host_pools_grow_to_what_can_be_of_use() -> None:
+    made = plan(config(), device=torch.device("cpu"))
+    assert made.units("kv") == 4 * SPEC.context_len and "of use" in made.lines()[1]
+    assert made.units("graphs") == made.units("adapters") == 0
+    assert free_bytes(torch.device("cpu")) > 1 << 20
 
 
 def test_adapters_get_a_share_or_all_that_can_be_resident(monkeypatch) -> None:
-    where, gpu = geometry(), torch.device("cuda")
+    where = geometry()
     packed = pack(weights(all_linear(where, 64), where), where, torch.bfloat16)
     assert room_for(where, 64, torch.bfloat16) == packed.num_bytes
-    monkeypatch.setattr(budgets, "_free_bytes", lambda device: 1 << 30)
-    config = AdapterConfig(max_resident=4096)
-    assert adapter_mib(config, where, torch.bfloat16, gpu) == 1024 // ADAPTER_SHARE
+    monkeypatch.setattr(budgets, "free_bytes", lambda device: 1 << 30)
+    many = AdapterConfig(max_resident=4096)
+    assert adapter_mib(many, where, torch.bfloat16, GPU) == 1024 // ADAPTER_SHARE
     few = AdapterConfig(max_resident=40)
-    assert adapter_mib(few, where, torch.bfloat16, gpu) == 40 * packed.num_bytes >> 20
-    assert adapter_mib(AdapterConfig(device_mib=7), where, torch.bfloat16, gpu) == 7
-    plain, reserving = (pool_budget(SPEC, torch.bfloat16, gpu, 0.5, 1, 1, adapter_bytes=size) for size in (0, 1 << 20))
-    assert reserving.reserved_bytes - plain.reserved_bytes == 1 << 20
+    assert adapter_mib(few, where, torch.bfloat16, GPU) == 40 * packed.num_bytes >> 20
+    assert adapter_mib(AdapterConfig(device_mib=7), where, torch.bfloat16, GPU) == 7
 
 
-def test_pools_hold_whole_pages_and_at_least_one() -> None:
-    assert [whole_pages(tokens, 16) for tokens in (16, 31, 32)] == [16, 16, 32]
-    with pytest.raises(InvalidRequest, match="kv_tokens"):
-        whole_pages(15, 16)
+def test_windowed_layers_have_pages_of_their_own() -> None:
+    spec = replace(SPEC, layers=(LayerSpec(), LayerSpec(window=20)))
+    assert plan(config(), spec).units("window_kv") == 0, "one table, one pool"
+    made = plan(config(), spec, split_windows=True)
+    full, window = made.units("kv"), made.units("window_kv")
+    assert window == full // 2 // 16 * 16 and {share.name: share.unit_bytes for share in made.shares}["kv"] == 32
+    few = plan(config(kv_tokens=160), spec, split_windows=True)
+    assert few.units("window_kv") == 160, "a sequence never needs more window pages than pages"
+    assert plan(config(kv_tokens=1600, window_tokens=320), spec, split_windows=True).units("window_kv") == 320
+
+
+def test_the_settings_take_the_plans_sizes() -> None:
+    settings = config()
+    made = plan(settings)
+    told = planned(settings, made)
+    assert told.cache.kv_tokens == made.units("kv") and told.cache.state_slots == told.cache.window_tokens == 0
+    assert plan(told).units("kv") == made.units("kv"), "planned once, planned the same"
+
+
+def test_what_cannot_be_is_refused_with_numbers() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        plan(config(kv_tokens=100_000_000))
+    assert error.value.field == "cache.kv_tokens" and error.value.actual == "100000000"
+    fits = int(str(error.value.expected).split()[2])
+    assert plan(config(kv_tokens=fits)).units("kv") == fits // 16 * 16
+    with pytest.raises(InvalidRequest, match=r"cache.kv_tokens: expected at most"):
+        plan(config(kv_tokens=fits + 32))
+    with pytest.raises(InvalidRequest, match=r"cache.kv_tokens: expected at least 16 tokens, got 15"):
+        plan(config(kv_tokens=15))
+    many = 90_000_000
+    with pytest.raises(InvalidRequest, match=rf"scheduler.max_running: expected fewer rows.*decode_step .*got {many}"):
+        plan(config(rows=many))
+    fewer = plan(config(rows=many), spare_rows=True)
+    assert 1 <= fewer.max_running < many and fewer.units("kv") > 0

@@ -1,0 +1,99 @@
+"""What the parts of an engine take, from a model's shape.
+
+Owns the arithmetic of bytes: a token's keys and values, a state slot, and what steps, rounds of speculation and
+shared prefixes hold at once for a number of rows. Ignores how much there is (`engine.memory.budget`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.decode_metadata import FIXED_SPLITS, STATE_BYTES
+from engine.kernels.decode_pieces import whole_pieces
+from engine.kernels.sample_columns import SampleWorkspace
+from engine.memory.plan import Share
+from engine.models.spec import ModelSpec
+from engine.runner.round_plan import tiers_of_verify_rows
+
+GRAPH_BYTES = 512 << 20
+"""For what no shape tells: graphs' nodes and page tables by tier, library workspaces, rounding."""
+
+LOGIT_COPIES = 4
+"""fp32 copies of a row's logits that the serial sampler holds at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """A drafter at work: `drafts` a round at most; `shape` and `block` where it has layers of its own; with
+    `rejection` rounds keep a row of residual probabilities."""
+
+    drafts: int
+    block: int = 0
+    shape: ModelSpec | None = None
+    rejection: bool = False
+
+
+def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all of the spec's layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def window_of(spec: ModelSpec) -> int:
+    """The widest window among the layers, 0 where none has one."""
+    return max((layer.window or 0 for layer in spec.layers), default=0)
+
+
+def split_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """`token_bytes` of the layers that look at everything, and of those that look through a window."""
+    windowed = sum(1 for layer in spec.layers if layer.window is not None)
+    layer = token_bytes(spec, dtype) // max(1, spec.num_layers)
+    return (spec.num_layers - windowed) * layer, windowed * layer
+
+
+def step_shares(
+    spec: ModelSpec, dtype: torch.dtype, prefill_tokens: int, rows: int, context: int, deterministic: bool
+) -> tuple[Share, ...]:
+    """A bound on what a prefill step, a captured decode step, its logits and its shared prefixes hold."""
+    token, row = _activations(spec, dtype), spec.vocab_size * (dtype.itemsize + 4 * LOGIT_COPIES)
+    return (
+        Share("prefill_step", prefill_tokens, "tokens", token, "activations of scheduler.prefill_tokens"),
+        Share("decode_step", rows, "rows", token + row, "activations and logits of scheduler.max_running"),
+        _prefix_states(spec, rows, context, deterministic),
+    )
+
+
+def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShape) -> Share:
+    """What captured rounds of speculation hold for their largest tiers: verify rows' activations, logits and
+    sampling scratch, and the drafter's block."""
+    verify = tiers_of_verify_rows(rows, draft.drafts)[-1]
+    logits = spec.vocab_size * dtype.itemsize
+    total = verify * (_activations(spec, dtype) + logits) + _sampling_bytes(max(rows, verify), spec.vocab_size)
+    if draft.shape is not None:
+        total += rows * draft.block * (_activations(draft.shape, dtype) + logits)
+    if draft.rejection:
+        total += rows * spec.vocab_size * 4
+    return Share("rounds", rows, "rows", -(-total // rows), f"{verify} verify rows and {draft.drafts} drafts a row")
+
+
+def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of one token in the layer that is being computed."""
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return (3 * spec.hidden + attention + 3 * spec.intermediate) * dtype.itemsize
+
+
+def _prefix_states(spec: ModelSpec, rows: int, context: int, deterministic: bool) -> Share:
+    """Partial results of rows' pieces, each a mean and a log-sum-exp of every head in fp32."""
+    state = 4 * spec.num_heads * (spec.head_dim + 1)
+    if deterministic:
+        count = max(1, whole_pieces(context)) + FIXED_SPLITS
+        return Share("prefix_states", rows, "rows", count * state, f"{count} fixed pieces of a context, deterministic")
+    pieces = max(2, min(64, STATE_BYTES // max(1, rows * state)))
+    return Share("prefix_states", rows, "rows", (pieces + 2) * state, f"{pieces} pieces of shared prefixes a row")
+
+
+def _sampling_bytes(rows: int, vocab_size: int) -> int:
+    space = SampleWorkspace.empty(rows, vocab_size, "meta")
+    tensors = (getattr(space, name) for name in space.__slots__)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

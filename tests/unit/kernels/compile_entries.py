@@ -25,6 +25,9 @@ from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_of, tile_for
+from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, mamba2_decode
+from engine.kernels.mamba2_gate import GroupNorm, mamba2_gate
+from engine.kernels.mamba2_prefill import mamba2_prefill
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
@@ -242,6 +245,20 @@ def adapted_layers(capability: int) -> None:
     adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=None if newest else 3)
 
 
+def mamba2(capability: int) -> None:
+    """Steps of one token, of several with a wide state; the published forms of the gate."""
+    shape = {80: Mamba2Shape(24, 64, 1, 64), 90: Mamba2Shape(128, 64, 8, 128), 100: Mamba2Shape(32, 128, 2, 256)}
+    kind, token = shape[capability], torch.zeros(3, dtype=torch.int32)
+    wide = torch.zeros(2, 2 * kind.inner + kind.convolved, dtype=BF16)
+    own, raw = torch.zeros(kind.heads), wide[:, -kind.heads :]
+    heads = Mamba2Heads(own, own, own)
+    rows, state = wide[:, : kind.convolved], torch.zeros(2, kind.heads, kind.head_dim, kind.state)
+    out = mamba2_decode(rows, raw, heads, kind, state, token[:2], token if capability == 100 else None)
+    mamba2_prefill(rows, raw, heads, kind, state, token[:2], token, token)
+    norm = None if capability == 80 else GroupNorm(wide[0], kind.groups, 1e-5, capability == 90)
+    mamba2_gate(out, wide[:, : kind.inner], norm, out=out)
+
+
 def _rows(
     shape: LayerShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -263,4 +280,5 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     decode_rows,
     prefill_rows,
     sampling,
+    mamba2,
 )

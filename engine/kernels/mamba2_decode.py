@@ -1,0 +1,201 @@
+"""The Mamba2 recurrence, step by step on states in slots: one token a row, or several one after the other.
+
+Owns what a head does with one token: its step size is dt = softplus(raw + bias) within limits, its state
+decays by exp(dt * A), A = -exp(a_log), and gains dt * x (outer) B; the output is state * C + skip * x
+(Dao and Gu, 2024, arxiv.org/abs/2405.21060). States are fp32 and change in place. What a token gives does not
+depend on where its row was cut. Ignores convolution and gate.
+
+Shapes: T tokens of R rows back to back, H heads, P head size, G groups of heads that share B and C, N state
+size, S slots, C = H * P + 2 * G * N (x, B and C side by side), I = H * P.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from engine.kernels.early import await_inputs, is_early, options, release_next
+
+STATE_TILE = 4096
+"""Elements of a state that a program holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+
+    @property
+    def inner(self) -> int:
+        """The width of what all heads put out."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Heads:
+    """What a layer's heads have of their own, and the limits of step sizes."""
+
+    a_log_H: torch.Tensor
+    bias_H: torch.Tensor
+    skip_H: torch.Tensor
+    low: float = 0.0
+    high: float = float("inf")
+
+    def steps(self, raw_TH: torch.Tensor) -> torch.Tensor:
+        return F.softplus(raw_TH.float() + self.bias_H.float()).clamp(self.low, self.high)
+
+    @property
+    def rate_H(self) -> torch.Tensor:
+        return -self.a_log_H.float().exp()
+
+
+def split_convolved(xbc_TC: torch.Tensor, shape: Mamba2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, H, P], B and C as heads see them [T, H, N], all fp32."""
+    tokens, width = xbc_TC.shape[0], shape.groups * shape.state
+    x, b, c = xbc_TC.float().split((shape.inner, width, width), dim=1)
+    shared = [part.reshape(tokens, shape.groups, 1, shape.state) for part in (b, c)]
+    per_group = shape.heads // shape.groups
+    b_THN, c_THN = (part.expand(-1, -1, per_group, -1).flatten(1, 2) for part in shared)
+    return x.reshape(tokens, shape.heads, shape.head_dim), b_THN, c_THN
+
+
+def mamba2_decode_reference(
+    xbc_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    heads: Mamba2Heads,
+    shape: Mamba2Shape,
+    state_SHPN: torch.Tensor,
+    slots_R: torch.Tensor,
+    ends_R1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `mamba2_decode`. Sums do not depend on how many rows there are."""
+    if ends_R1 is not None:
+        out_TI = torch.empty_like(xbc_TC[:, : shape.inner])
+        for slot_1, start, end in zip(slots_R.split(1), ends_R1[:-1].tolist(), ends_R1[1:].tolist(), strict=True):
+            for token in range(start, end):
+                at = slice(token, token + 1)
+                out_TI[at] = mamba2_decode_reference(xbc_TC[at], dt_TH[at], heads, shape, state_SHPN, slot_1)
+        return out_TI
+    x_RHP, b_RHN, c_RHN = split_convolved(xbc_TC, shape)
+    step_RH = heads.steps(dt_TH)
+    gained_RHPN = (step_RH[:, :, None] * x_RHP)[..., None] * b_RHN[:, :, None]
+    state_RHPN = state_SHPN[slots_R].mul_((step_RH * heads.rate_H).exp()[:, :, None, None]).add_(gained_RHPN)
+    state_SHPN[slots_R] = state_RHPN
+    out_RHP = state_RHPN.mul_(c_RHN[:, :, None]).sum(-1) + heads.skip_H.float()[:, None] * x_RHP
+    return out_RHP.flatten(1).to(xbc_TC.dtype)
+
+
+@triton.jit
+def step_size(raw, bias, low, high):
+    """softplus within limits; log(1 + e) keeps its digits where e is far below 1."""
+    value = raw.to(tl.float32) + bias.to(tl.float32)
+    grown = tl.exp(tl.minimum(value, 20.0))
+    whole = 1.0 + grown
+    small = whole == 1.0
+    log1p = tl.where(small, grown, tl.log(whole) * (grown / tl.where(small, 1.0, whole - 1.0)))
+    return tl.minimum(tl.maximum(tl.where(value > 20.0, value, log1p), low), high)
+
+
+@triton.jit
+def mamba2_decode_kernel(
+    xbc_ptr, dt_ptr, a_log_ptr, bias_ptr, skip_ptr, state_ptr, slots_ptr, ends_ptr, out_ptr,
+    xbc_stride, dt_stride, low, high,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    WIDTH: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    in_p, in_n = p < HEAD_DIM, n < STATE
+    a_log, bias, skip = tl.load(a_log_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
+    await_inputs(EARLY)
+    release_next(EARLY)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    first, count = row.to(tl.int64), 1
+    if SEVERAL:
+        first = tl.load(ends_ptr + row).to(tl.int64)
+        count = (tl.load(ends_ptr + row + 1) - first).to(tl.int32)
+    rate = -tl.exp(a_log.to(tl.float32))
+    inside = in_p[:, None] & in_n[None, :]
+    tile = state_ptr + (slot * HEADS + head) * (HEAD_DIM * STATE) + p[:, None] * STATE + n[None, :]
+    state = tl.load(tile, mask=inside, other=0.0)
+    b_column = HEADS * HEAD_DIM + head // (HEADS // GROUPS) * STATE
+    line, raw, out_line = xbc_ptr + first * xbc_stride, dt_ptr + first * dt_stride + head, out_ptr + first * WIDTH
+    for _ in range(count):
+        step = step_size(tl.load(raw), bias, low, high)
+        x = tl.load(line + head * HEAD_DIM + p, mask=in_p, other=0.0).to(tl.float32)
+        b = tl.load(line + b_column + n, mask=in_n, other=0.0).to(tl.float32)
+        c = tl.load(line + b_column + GROUPS * STATE + n, mask=in_n, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * rate) + (step * x)[:, None] * b[None, :]
+        out = tl.sum(state * c[None, :], 1) + skip.to(tl.float32) * x
+        tl.store(out_line + head * HEAD_DIM + p, out.to(out_ptr.dtype.element_ty), mask=in_p)
+        line, raw, out_line = line + xbc_stride, raw + dt_stride, out_line + WIDTH
+    tl.store(tile, state, mask=inside)
+
+
+def mamba2_decode(
+    xbc_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    heads: Mamba2Heads,
+    shape: Mamba2Shape,
+    state_SHPN: torch.Tensor,
+    slots_R: torch.Tensor,
+    ends_R1: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out_TI in the input's dtype. Row r is token r or, with `ends_R1`, tokens [ends_R1[r], ends_R1[r + 1]).
+    What lies in a row of `xbc_TC` and `dt_TH` lies side by side; rows that share a slot must be padding."""
+    check_rows(xbc_TC, dt_TH, state_SHPN, shape)
+    rows = slots_R.shape[0]
+    out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
+    early = is_early(out)
+    block_n = triton.next_power_of_2(shape.state)
+    block_p = max(1, min(triton.next_power_of_2(shape.head_dim), STATE_TILE // block_n))
+    if rows:
+        mamba2_decode_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
+            xbc_TC,
+            dt_TH,
+            heads.a_log_H,
+            heads.bias_H,
+            heads.skip_H,
+            state_SHPN,
+            slots_R,
+            slots_R if ends_R1 is None else ends_R1,
+            out,
+            xbc_TC.stride(0),
+            dt_TH.stride(0),
+            heads.low,
+            heads.high,
+            HEADS=shape.heads,
+            HEAD_DIM=shape.head_dim,
+            GROUPS=shape.groups,
+            STATE=shape.state,
+            WIDTH=shape.inner,
+            SEVERAL=ends_R1 is not None,
+            BLOCK_P=block_p,
+            BLOCK_N=block_n,
+            EARLY=early,
+            num_warps=4,
+            **options(early),
+        )
+    return out
+
+
+def check_rows(xbc_TC: torch.Tensor, dt_TH: torch.Tensor, state_SHPN: torch.Tensor, shape: Mamba2Shape) -> None:
+    assert xbc_TC.shape[1] == shape.convolved and dt_TH.shape[1] == shape.heads, (
+        f"{tuple(xbc_TC.shape)} and {tuple(dt_TH.shape)} are not rows of {shape}"
+    )
+    assert xbc_TC.stride(1) == 1 and dt_TH.stride(1) == 1, "a row's numbers lie side by side"
+    assert state_SHPN.dtype == torch.float32 and state_SHPN.is_contiguous(), "states are fp32 and contiguous"

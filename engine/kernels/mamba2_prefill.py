@@ -1,0 +1,155 @@
+"""The Mamba2 recurrence over many tokens of several rows, in chunks.
+
+Owns the chunked form (Dao and Gu, 2024, arxiv.org/abs/2405.21060): within a chunk a causal product of C and B
+weighs the inputs as attention would, between chunks the state carries what came before. What a head does with
+a token is `mamba2_decode`'s. Chunks end at multiples of CHUNK counted from a row's first token ever, wherever
+the rows' tokens here start, so that who goes on from a state that was kept there computes the same bits.
+
+Shapes: T tokens of R rows back to back, H heads, P head size, G groups, N state size, S slots, L a chunk's
+tokens, C = H * P + 2 * G * N, I = H * P.
+"""
+
+# Launch options and constants are invisible to the type checker in Triton kernels.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, check_rows, split_convolved, step_size
+
+CHUNK = 64
+
+
+def mamba2_prefill_reference(
+    xbc_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    heads: Mamba2Heads,
+    shape: Mamba2Shape,
+    state_SHPN: torch.Tensor,
+    rows: list[tuple[int, int, int, int]],
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """out_TI in the input's dtype, of `rows` (slot, start, end, position): tokens [start, end) of the batch, the
+    first of them at `position` of its sequence."""
+    x_THP, b_THN, c_THN = split_convolved(xbc_TC, shape)
+    step_TH = heads.steps(dt_TH)
+    decay_TH = step_TH * heads.rate_H
+    out_THP = heads.skip_H.float()[:, None] * x_THP
+    for slot, start, end, position in rows:
+        state_HPN, at = state_SHPN[slot], start
+        while at < end:
+            stop = min(end, at + chunk - (position + at - start) % chunk)
+            weighed_HLP = (step_TH[at:stop, :, None] * x_THP[at:stop]).transpose(0, 1)
+            b_HLN, c_HLN = b_THN[at:stop].transpose(0, 1), c_THN[at:stop].transpose(0, 1)
+            past_HL = decay_TH[at:stop].cumsum(0).T
+            between_HLL = (past_HL[:, :, None] - past_HL[:, None]).tril().exp().tril()
+            inner_HLP = (c_HLN @ b_HLN.transpose(1, 2) * between_HLL) @ weighed_HLP
+            outer_HLP = (c_HLN @ state_HPN.transpose(1, 2)) * past_HL.exp()[..., None]
+            out_THP[at:stop] += (inner_HLP + outer_HLP).transpose(0, 1)
+            left_HL1 = (past_HL[:, -1:] - past_HL).exp()[..., None]
+            gained_HPN = (weighed_HLP * left_HL1).transpose(1, 2) @ b_HLN
+            state_HPN.mul_(past_HL[:, -1].exp()[:, None, None]).add_(gained_HPN)
+            at = stop
+    return out_THP.flatten(1).to(xbc_TC.dtype)
+
+
+@triton.jit
+def mamba2_prefill_kernel(
+    xbc_ptr, dt_ptr, a_log_ptr, bias_ptr, skip_ptr, state_ptr, slots_ptr, ends_ptr, positions_ptr, out_ptr,
+    xbc_stride, dt_stride, low, high,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Tokens before a row's first and behind its last, in its first and last chunk, have a step of 0: they decay
+    nothing and add nothing."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n, place = tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
+    in_p, in_n = p < HEAD_DIM, n < STATE
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    bias, skip = tl.load(bias_ptr + head), tl.load(skip_ptr + head).to(tl.float32)
+    await_inputs(EARLY)
+    release_next(EARLY)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start, end, position = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1), tl.load(positions_ptr + row)
+    tile = state_ptr + (slot * HEADS + head) * (HEAD_DIM * STATE) + p[:, None] * STATE + n[None, :]
+    in_tile = in_p[:, None] & in_n[None, :]
+    state = tl.load(tile, mask=in_tile, other=0.0)
+    b_column = HEADS * HEAD_DIM + head // (HEADS // GROUPS) * STATE
+    causal = place[:, None] >= place[None, :]
+    for base in range(start - position % CHUNK, end, CHUNK):
+        token = base + place
+        inside = (token >= start) & (token < end)
+        line = token.to(tl.int64)
+        raw = tl.load(dt_ptr + line * dt_stride + head, mask=inside, other=0.0)
+        step = tl.where(inside, step_size(raw, bias, low, high), 0.0)
+        past = tl.cumsum(step * rate, 0)
+        total = tl.sum(step * rate, 0)
+        rows = xbc_ptr + line[:, None] * xbc_stride
+        x = tl.load(rows + head * HEAD_DIM + p[None, :], mask=inside[:, None] & in_p[None, :], other=0.0)
+        wanted = inside[:, None] & in_n[None, :]
+        b = tl.load(rows + b_column + n[None, :], mask=wanted, other=0.0)
+        c = tl.load(rows + b_column + GROUPS * STATE + n[None, :], mask=wanted, other=0.0)
+        between = tl.exp(tl.where(causal, past[:, None] - past[None, :], float("-inf")))
+        scores = tl.dot(c, tl.trans(b), input_precision="ieee") * between * step[None, :]
+        out = tl.dot(c, tl.trans(state).to(c.dtype), input_precision="ieee") * tl.exp(past)[:, None]
+        out += tl.dot(scores.to(x.dtype), x, input_precision="ieee")
+        out += skip * x.to(tl.float32)
+        weighed = (x.to(tl.float32) * (step * tl.exp(total - past))[:, None]).to(x.dtype)
+        state = state * tl.exp(total) + tl.dot(tl.trans(weighed), b, input_precision="ieee")
+        out_at = out_ptr + (line[:, None] * HEADS + head) * HEAD_DIM + p[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_p[None, :])
+    tl.store(tile, state, mask=in_tile)
+
+
+def mamba2_prefill(
+    xbc_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    heads: Mamba2Heads,
+    shape: Mamba2Shape,
+    state_SHPN: torch.Tensor,
+    slots_R: torch.Tensor,
+    ends_R1: torch.Tensor,
+    positions_R: torch.Tensor,
+    out: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence."""
+    check_rows(xbc_TC, dt_TH, state_SHPN, shape)
+    out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
+    early, rows = is_early(out), slots_R.shape[0]
+    wide = xbc_TC.dtype == torch.float32
+    block_n = max(16, triton.next_power_of_2(shape.state))
+    block_p = max(16, min(triton.next_power_of_2(shape.head_dim), 32 if wide or block_n > 128 else 64))
+    if rows:
+        mamba2_prefill_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
+            xbc_TC,
+            dt_TH,
+            heads.a_log_H,
+            heads.bias_H,
+            heads.skip_H,
+            state_SHPN,
+            slots_R,
+            ends_R1,
+            positions_R,
+            out,
+            xbc_TC.stride(0),
+            dt_TH.stride(0),
+            heads.low,
+            heads.high,
+            HEADS=shape.heads,
+            HEAD_DIM=shape.head_dim,
+            GROUPS=shape.groups,
+            STATE=shape.state,
+            CHUNK=chunk,
+            BLOCK_P=block_p,
+            BLOCK_N=block_n,
+            EARLY=early,
+            num_warps=8 if wide or block_n > 128 else 4,
+            num_stages=1,
+            **options(early),
+        )
+    return out

@@ -1,0 +1,82 @@
+"""The Mamba2 kernels in Triton's interpreter against their references, and both forms of the recurrence
+against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, mamba2_decode, mamba2_decode_reference
+from engine.kernels.mamba2_gate import GroupNorm, mamba2_gate, mamba2_gate_reference
+from engine.kernels.mamba2_prefill import mamba2_prefill, mamba2_prefill_reference
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads_of(shape: Mamba2Shape, low: float = 0.0, high: float = float("inf")) -> Mamba2Heads:
+    return Mamba2Heads(noise(shape.heads, seed=1), noise(shape.heads, seed=2), noise(shape.heads, seed=3), low, high)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "low", "high"),
+    [(Mamba2Shape(4, 6, 2, 12), 0.0, float("inf")), (Mamba2Shape(3, 130, 1, 32), 0.05, 0.8)],
+)
+def test_decode(shape, low, high):
+    """Rows beside each other's in a wider tensor, as a product leaves them; slots in any order."""
+    heads, wide = heads_of(shape, low, high), noise(3, shape.convolved + 40, seed=4)
+    rows, raw = wide[:, 8 : 8 + shape.convolved], wide[:, -shape.heads :] * 8
+    slots = torch.tensor([4, 1, 2])
+    states = noise(5, shape.heads, shape.head_dim, shape.state, seed=5)
+    expected_states = states.clone()
+    expected = mamba2_decode_reference(rows, raw, heads, shape, expected_states, slots)
+    out = torch.full((3, shape.inner), float("nan"))
+    close(mamba2_decode(rows, raw, heads, shape, states, slots, out=out), expected)
+    close(states, expected_states)
+
+
+def test_prefill_is_decode_token_by_token():
+    """Rows that begin on, before and behind ends of chunks: both kernels and both references agree."""
+    shape, chunk = Mamba2Shape(2, 6, 2, 12), 16
+    heads = heads_of(shape, 0.01)
+    ends, positions, slots = torch.tensor([0, 20, 21, 40]), torch.tensor([0, 15, 30]), torch.tensor([2, 3, 1])
+    xbc, raw = noise(40, shape.convolved, seed=4), noise(40, shape.heads, seed=5)
+    states = noise(4, shape.heads, shape.head_dim, shape.state, seed=6)
+    kept = noise(4, shape.heads, shape.head_dim, shape.state, seed=6)
+    rows = [(int(slots[r]), int(ends[r]), int(ends[r + 1]), int(positions[r])) for r in range(3)]
+    stepped, states = kept.clone(), kept.clone()
+    expected = mamba2_decode_reference(xbc, raw, heads, shape, stepped, slots, ends)
+    close(mamba2_decode(xbc, raw, heads, shape, states, slots, ends), expected)
+    close(states, stepped)
+    states = kept.clone()
+    close(mamba2_prefill_reference(xbc, raw, heads, shape, states, rows, chunk), expected)
+    close(states, stepped)
+    states = kept.clone()
+    close(mamba2_prefill(xbc, raw, heads, shape, states, slots, ends, positions, chunk=chunk), expected)
+    close(states, stepped)
+    assert torch.equal(states[0], kept[0])
+
+
+def test_chunks_end_where_states_are_kept():
+    """Who goes on from a state at a chunk's end computes the same bits, whatever came with it."""
+    shape = Mamba2Shape(2, 8, 1, 8)
+    heads, xbc, raw = heads_of(shape), noise(40, shape.convolved, seed=4), noise(40, shape.heads, seed=5)
+    whole, parts = (torch.zeros(2, shape.heads, shape.head_dim, shape.state) for _ in range(2))
+    expected = mamba2_prefill_reference(xbc, raw, heads, shape, whole, [(1, 0, 40, 0)], chunk=16)
+    out = [
+        mamba2_prefill_reference(xbc[a:b], raw[a:b], heads, shape, parts, [(1, 0, b - a, a)], chunk=16)
+        for a, b in ((0, 16), (16, 40))
+    ]
+    assert torch.equal(torch.cat(out), expected) and torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("form", ["gated", "gated-normed", "normed-gated"])
+def test_gate(form):
+    x, wide = noise(2, 96), noise(2, 200, seed=1) * 3
+    norm = None if form == "gated" else GroupNorm(noise(96, seed=2), 3, 1e-5, form == "gated-normed")
+    close(mamba2_gate(x, wide[:, 7:103], norm), mamba2_gate_reference(x, wide[:, 7:103], norm))

@@ -48,6 +48,30 @@ def dspark(
         out.print(table)
 
 
+@app.command()
+def memory(
+    url: Annotated[str, typer.Option(help="Address of a running service.")] = "http://127.0.0.1:8000",
+    key: Annotated[str | None, typer.Option(help="Key of the service, where it has one.")] = None,
+    file: Annotated[Path | None, typer.Option("--metrics", help="A saved metrics text instead of a service.")] = None,
+) -> None:
+    """How each engine divides its device's memory."""
+    from rollout.metrics import read_plans
+
+    try:
+        plans = read_plans(_metrics(url, key, file))
+    except SparkrollError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]{error.code}[/] {error.message}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    out = Console(highlight=False)
+    for engine, parts in plans.items():
+        table = Table(title=f"memory plan of engine {engine}")
+        for column in ("part", "units", "MiB"):
+            table.add_column(column, justify="left" if column == "part" else "right")
+        for part, (units, unit, num_bytes) in parts.items():
+            table.add_row(part, f"{units:,.0f} {unit}", f"{num_bytes / 2**20:,.1f}")
+        out.print(table)
+
+
 def tables(report: DraftReport) -> list[Table]:
     return [_domains(report), _positions(report), _histograms(report), _costs(report)]
 
@@ -99,9 +123,13 @@ def draw(report: DraftReport, image: Path) -> None:
 def _report(url: str, key: str | None, file: Path | None) -> DraftReport:
     from rollout.draft_metrics import read_report
 
+    return read_report(_metrics(url, key, file))
+
+
+def _metrics(url: str, key: str | None, file: Path | None) -> str:
     if file is not None:
         try:
-            return read_report(file.read_text(encoding="utf-8"))
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(field=str(file), expected="a readable metrics text", actual=error) from error
     from rollout.client import AsyncClient, RetryPolicy
@@ -110,7 +138,7 @@ def _report(url: str, key: str | None, file: Path | None) -> DraftReport:
         async with AsyncClient(url, key=key, timeout_s=10.0, retry=RetryPolicy(attempts=1)) as client:
             return await client.metrics()
 
-    return read_report(asyncio.run(run()))
+    return asyncio.run(run())
 
 
 def _domains(report: DraftReport) -> Table:

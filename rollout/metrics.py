@@ -14,8 +14,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.errors import InvalidRequest
 
 PREFIX = "sparkroll"
+_PLANNED = f"{PREFIX}_engine_planned_"
 
 
 @dataclass(slots=True)
@@ -59,13 +63,33 @@ def plan_exposition(plan: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Gauges of an engine's memory plan (`MemoryPlan.to_dict`): bytes and units by part."""
     families: list[Metric] = []
     for name in ("bytes", "units"):
-        family = GaugeMetricFamily(
-            f"{PREFIX}_engine_planned_{name}", f"Memory plan: {name} of a part.", labels=[*labels, "part", "unit"]
-        )
+        family = GaugeMetricFamily(_PLANNED + name, f"Memory plan: {name} of a part.", labels=[*labels, "part", "unit"])
         for share in plan["shares"]:
             family.add_metric([*labels.values(), share["name"], share["unit"]], share[name])
         families.append(family)
     return written(families)
+
+
+def read_plans(text: str) -> dict[str, dict[str, tuple[float, str, float]]]:
+    """By engine and part, the units planned, their name, and bytes. Raises `InvalidRequest` where the text is no
+    metrics text or no engine's."""
+    plans: dict[str, dict[str, tuple[float, str, float]]] = {}
+    try:
+        samples = {
+            (sample.name, sample.labels["engine"], sample.labels["part"]): sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith(_PLANNED)
+        }
+    except (KeyError, ValueError) as error:
+        raise InvalidRequest(field="metrics", expected="Prometheus text", actual=error) from error
+    for (name, engine, part), sample in samples.items():
+        if name == _PLANNED + "units":
+            size = samples[_PLANNED + "bytes", engine, part].value
+            plans.setdefault(engine, {})[part] = sample.value, sample.labels["unit"], size
+    if not plans:
+        raise InvalidRequest(field="metrics", expected="an engine's memory plan", actual="none")
+    return plans
 
 
 def written(families: list[Metric]) -> str:

@@ -114,9 +114,7 @@ def make_config(
     """A small engine: what makes it work is met in few tokens."""
     return engine_config(
         **engine,
-        cache=CacheConfig(
-            page_size=page_size, kv_tokens=kv_tokens, state_slots=state_slots, prefix_cache=prefix_cache
-        ),
+        cache=CacheConfig(page_size=page_size, kv_tokens=kv_tokens, state_slots=state_slots, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
             max_running=max_running,
             prefill_tokens=prefill_tokens,

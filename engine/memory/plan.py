@@ -230,9 +230,8 @@ def _check(plan: MemoryPlan, needs: Needs, wanted: Wanted) -> None:
 
 def _expected(plan: MemoryPlan, share: Share, fits: int) -> str:
     others = ", ".join(f"{other.name} {_size(other.bytes)}" for other in plan.shares if other is not share)
-    return (
-        f"at most {fits} {share.unit}, which is what fits {_size(plan.available_bytes)} at {share.unit_bytes} bytes each"
-        + (f" beside {others}" if others else "")
+    return f"at most {fits} {share.unit} of {share.unit_bytes} bytes, which fit {_size(plan.available_bytes)}" + (
+        f" beside {others}" if others else ""
     )
 
 

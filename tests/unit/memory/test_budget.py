@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.errors import InvalidRequest
@@ -15,6 +16,8 @@ from engine.memory.needs import DraftShape
 from engine.models.spec import LayerSpec
 from lora.config import AdapterConfig
 from lora.packing import pack, room_for
+from rollout.cli import app
+from rollout.metrics import merge_exposition, plan_exposition, read_plans
 from tests.unit.lora.toy_geometry import all_linear, geometry, weights
 from tests.unit.memory.test_kv_pool import SPEC
 
@@ -89,6 +92,21 @@ def test_windowed_layers_have_pages_of_their_own() -> None:
     few = plan(config(kv_tokens=160), spec, split_windows=True)
     assert few.units("window_kv") == 160, "a sequence never needs more window pages than pages"
     assert plan(config(kv_tokens=1600, window_tokens=320), spec, split_windows=True).units("window_kv") == 320
+
+
+def test_services_show_their_engines_plans(tmp_path) -> None:
+    made = plan(config(rows=5))
+    texts = [plan_exposition(made.to_dict(), {"engine": name, "incarnation": "1"}) for name in ("a", "b")]
+    read = read_plans(merge_exposition(texts))
+    assert set(read) == {"a", "b"} and list(read["b"]) == [share.name for share in made.shares]
+    assert read["a"]["decode_step"] == (5, "rows", made.shares[2].bytes)
+    file = tmp_path / "metrics.txt"
+    file.write_text(texts[0])
+    ran = CliRunner().invoke(app, ["inspect", "memory", "--metrics", str(file)])
+    assert ran.exit_code == 0 and "engine a" in ran.output and "5 rows" in ran.output
+    file.write_text("other_total 3.0\n")
+    ran = CliRunner().invoke(app, ["inspect", "memory", "--metrics", str(file)])
+    assert ran.exit_code == 1 and "memory plan" in ran.output
 
 
 def test_the_settings_take_the_plans_sizes() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.dspark.config import DSparkConfig
-from engine.errors import Unsupported
 from engine.memory.allocator import PageState
 from engine.request import GroupSink
 from tests.support import TOLERANCE, ask, assert_sample_is_reference, make_engine, prompt, save_tiny
@@ -122,10 +119,3 @@ def test_few_slots_evict_snapshots_and_change_no_token(folder):
         assert_sample_is_reference(folder, ids, serve(engine, ids, 2).samples[0], 2)
         engine.check()
     assert states.allocator.num_pages == 16 and states.allocator.num_free < 5
-
-
-def test_speculation_is_refused_by_name(folder):
-    from engine import Engine
-
-    with pytest.raises(Unsupported, match="dspark"):
-        Engine.from_pretrained(folder, EngineConfig(device="cpu", dspark=DSparkConfig(drafter="ngram")))

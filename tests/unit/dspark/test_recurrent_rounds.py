@@ -1,0 +1,95 @@
+"""Engines of models with recurrent states that speculate: nobody can tell from what comes out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support import ask, assert_sample_is_reference, make_engine, prompt, save_tiny
+from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine
+from tests.unit.dspark.test_served import assert_alike, requests
+from tests.unit.engine.schedules import fuzz
+
+PAGE = 4
+KINDS = {
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3, block_multiple_of=32),
+}
+DRAFTERS = {"block": dict(mode="compact", least=1), "ngram": dict()}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp(kind), seed=4, kind=kind, **KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("drafters") / "d0", num_target_layers=3)
+
+
+def settings(drafter, name: str, **fields):
+    return dspark("ngram" if name == "ngram" else drafter, **(DRAFTERS[name] | fields))
+
+
+@pytest.mark.parametrize("name, loop", [("block", "serial"), ("ngram", "overlapped")])
+def test_whatever_a_row_asks_for(folder, drafter, name, loop):
+    """Cold and from the cache, in one batch: groups, truncation, edits, stops, columns."""
+    engine = make_engine(folder, dspark=settings(drafter, name), loop=loop)
+    plain = make_engine(folder)
+    for _ in range(2):
+        assert_alike(engine.generate(requests()), plain.generate(requests()))
+        engine.check()
+    assert engine.counters.hit_tokens == plain.counters.hit_tokens
+    assert engine.draft_counters()["draft_accepted"] > 0
+
+
+def test_a_stop_inside_a_round_leaves_the_state_of_the_last_whole_page(folder):
+    """Wherever it falls, also before a page's end that the round went past."""
+    oracle = Oracle(folder)
+    engine = scripted_engine(folder, Scripted(oracle, lambda slot, number: 4), page_size=PAGE)
+    for length in range(1, 12):
+        ids = prompt(9, 30 * length)
+        answer = oracle(ids.tolist(), length)
+        if answer[-1] in answer[:-1]:
+            continue
+        (group,) = engine.generate([ask("g", ids, max_new=20, stop_ids=[answer[-1]])])
+        assert group.samples[0].ids.tolist() == answer
+        turn = np.concatenate([ids, answer, prompt(3, 400)]).astype(np.uint32)
+        (following,) = engine.generate([ask("h", turn, max_new=2)])
+        assert following.hit.usable == (9 + length - 1) // PAGE * PAGE
+        assert_sample_is_reference(folder, turn, following.samples[0], 2)
+        engine.check()
+
+
+def test_forks_and_retraction(folder, drafter):
+    """A pool too small for all: samples leave in the middle of drafting, and find their states again."""
+    engine = make_engine(folder, kv_tokens=64, prefill_tokens=16, dspark=settings(drafter, "block"))
+    prompts = [prompt(5 + 4 * i, start=10 + 30 * i) for i in range(4)]
+    groups = engine.generate([ask(f"g{i}", ids, n=2, max_new=14) for i, ids in enumerate(prompts)])
+    assert engine.counters.retractions > 0 < engine.draft_counters()["draft_verified"]
+    for ids, group in zip(prompts, groups, strict=True):
+        for sample in group.samples:
+            assert_sample_is_reference(folder, ids, sample, 14)
+    engine.check()
+
+
+def test_random_schedules(folder, kind, drafter, tmp_path):
+    """Aborts, pauses, updates of three kinds and a pool too small, with every token computed again."""
+    other = save_tiny(tmp_path, seed=5, kind=kind, **KINDS[kind])
+    tally = fuzz([folder, other], range(60, 62), "serial", dspark=settings(drafter, "block"))
+    assert tally.samples > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", list(DRAFTERS))
+@pytest.mark.parametrize("loop", ["serial", "overlapped"])
+def test_many_random_schedules(folder, kind, drafter, tmp_path, name, loop):
+    other = save_tiny(tmp_path, seed=5, kind=kind, **KINDS[kind])
+    tally = fuzz([folder, other], range(7000, 7100), loop, dspark=settings(drafter, name, probe_every=3))
+    assert tally.schedules == 100 and tally.samples > 1000

@@ -17,11 +17,15 @@ from engine.kernels.adapted_gate import adapted_gate
 from engine.kernels.adapted_rope import Rotation, adapted_rope
 from engine.kernels.adapted_sum import Adapted, adapted_sum
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.causal_conv import causal_conv, causal_conv_step
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.gdn_decode import gdn_decode
+from engine.kernels.gdn_gate import gdn_gate
+from engine.kernels.gdn_prefill import gdn_prefill
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_of, tile_for
@@ -43,6 +47,7 @@ from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
+from engine.layers.gated_delta_reference import Chunks, GatedDeltaHeads, GatedDeltaShape, HeadColumns
 from engine.memory.device_table import DeviceTable
 from engine.types import Want
 from lora.device_pool import DevicePool
@@ -259,6 +264,29 @@ def mamba2(capability: int) -> None:
     mamba2_gate(out, wide[:, : kind.inner], norm, out=out)
 
 
+def gated_delta(capability: int) -> None:
+    """Raw numbers by key head or one kind after the other; steps of one token and of several."""
+    shape = {
+        80: GatedDeltaShape(2, 4, 64, 48),
+        90: GatedDeltaShape(16, 32, 128, 128),
+        100: GatedDeltaShape(4, 4, 32, 32),
+    }
+    kind, grouped, token = shape[capability], capability != 90, torch.zeros(2, dtype=torch.int32)
+    shared = kind.shared if grouped else 0
+    raw, strength, gate = HeadColumns(0, 2 * shared), HeadColumns(shared, 2 * shared), HeadColumns(64, 512)
+    own, inputs = torch.zeros(kind.value_heads), torch.zeros(2, 2 * kind.convolved, dtype=BF16)
+    heads, weight = GatedDeltaHeads(own, own, raw, strength), torch.zeros(kind.convolved, 4, dtype=BF16)
+    kept = torch.zeros(2, 3, kind.convolved, dtype=BF16)
+    columns = torch.zeros(kind.convolved, dtype=torch.int32) if grouped else None
+    rows, bias = inputs if grouped else inputs[:, : kind.convolved], weight[:, 0].clone() if grouped else None
+    causal_conv_step(rows, columns, weight, bias, kept, token)
+    qkv = causal_conv(rows, columns, weight, bias, kept, token[:1], token, token)
+    state = torch.zeros(2, kind.value_heads, kind.value_dim, kind.key_dim)
+    out = gdn_decode(qkv, inputs, heads, kind, state, token, token if capability == 100 else None)
+    gdn_prefill(qkv, inputs, heads, kind, state, Chunks.cut([1], [0, 2], [0], "cpu", 64 if capability == 90 else 16))
+    gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
+
+
 def _rows(
     shape: LayerShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -281,4 +309,5 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     prefill_rows,
     sampling,
     mamba2,
+    gated_delta,
 )

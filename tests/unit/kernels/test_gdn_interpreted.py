@@ -1,0 +1,118 @@
+"""The gated delta net's kernels and the causal convolution in Triton's interpreter against their references, and
+both forms of the recurrence against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.causal_conv import causal_conv, causal_conv_step
+from engine.kernels.gdn_decode import gdn_decode
+from engine.kernels.gdn_gate import gdn_gate
+from engine.kernels.gdn_prefill import gdn_prefill
+from engine.layers.causal_conv_reference import causal_conv_reference
+from engine.layers.gated_delta_reference import (
+    Chunks,
+    GatedDeltaHeads,
+    GatedDeltaShape,
+    HeadColumns,
+    gdn_decode_reference,
+    gdn_gate_reference,
+    gdn_prefill_reference,
+)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def heads_of(shape: GatedDeltaShape, together: bool) -> GatedDeltaHeads:
+    """Raw numbers of a key head side by side, or all decays before all strengths."""
+    count, shared = shape.value_heads, shape.shared
+    raw, strength = (
+        (HeadColumns(3 + shared, 2 * shared), HeadColumns(3, 2 * shared))
+        if together
+        else (HeadColumns(3, shared), HeadColumns(3 + count, shared))
+    )
+    return GatedDeltaHeads(noise(count, seed=1), noise(count, seed=2), raw, strength)
+
+
+@pytest.mark.parametrize(("mapped", "biased", "taps"), [(True, False, 4), (False, True, 3)])
+def test_convolution(mapped, biased, taps):
+    """Rows of no more tokens than the state has, and of more, all at once and token by token: the same bits
+    where the references' are."""
+    channels, wide = 20, noise(9, 50)
+    columns = torch.randperm(50, generator=torch.Generator().manual_seed(3))[:channels].int() if mapped else None
+    inputs = wide if mapped else wide[:, 7 : 7 + channels]
+    weight, bias = noise(channels, taps, seed=1), noise(channels, seed=2) if biased else None
+    slots, ends, kept = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 3, 9]), noise(4, taps - 1, channels, seed=4)
+    rows = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
+    expected, states = kept.clone(), kept.clone()
+    out = causal_conv_reference(inputs, columns, weight, bias, expected, slots, ends)
+    close(causal_conv(inputs, columns, weight, bias, states, slots, ends, rows), out)
+    assert torch.equal(states, expected)
+    for take in (causal_conv_step, causal_conv_reference):
+        states = kept.clone()
+        for place in range(6):
+            here = [row for row in range(3) if ends[row] + place < ends[row + 1]]
+            at = ends[here] + place
+            close(take(inputs[at], columns, weight, bias, states, slots[here]), out[at])
+        assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "together"), [(GatedDeltaShape(2, 4, 12, 6), True), (GatedDeltaShape(1, 3, 32, 130), False)]
+)
+def test_decode(shape, together):
+    heads, qkv, inputs = heads_of(shape, together), noise(3, shape.convolved, seed=4), noise(3, 30, seed=5)
+    slots = torch.tensor([4, 1, 2])
+    states = noise(5, shape.value_heads, shape.value_dim, shape.key_dim, seed=6)
+    expected_states = states.clone()
+    expected = gdn_decode_reference(qkv, inputs, heads, shape, expected_states, slots)
+    close(gdn_decode(qkv, inputs, heads, shape, states, slots), expected)
+    close(states, expected_states)
+
+
+def test_prefill_is_decode_token_by_token():
+    """Rows that begin on, before and behind ends of chunks: both kernels and both references agree."""
+    shape = GatedDeltaShape(1, 2, 16, 20)
+    heads, qkv, inputs = heads_of(shape, True), noise(57, shape.convolved, seed=4), noise(57, 30, seed=5)
+    slots, ends = torch.tensor([2, 3, 1]), torch.tensor([0, 40, 41, 57])
+    chunks = Chunks.cut(slots.tolist(), ends.tolist(), [0, 15, 30], "cpu", size=16)
+    kept = noise(4, shape.value_heads, shape.value_dim, shape.key_dim, seed=6)
+    stepped, states = kept.clone(), kept.clone()
+    expected = gdn_decode_reference(qkv, inputs, heads, shape, stepped, slots, ends)
+    close(gdn_decode(qkv, inputs, heads, shape, states, slots, ends), expected)
+    close(states, stepped)
+    for prefill in (gdn_prefill_reference, gdn_prefill):
+        states = kept.clone()
+        close(prefill(qkv, inputs, heads, shape, states, chunks), expected)
+        close(states, stepped)
+        assert torch.equal(states[0], kept[0])
+
+
+def test_equal_keys_that_never_decay():
+    """A chunk whose system has ones everywhere below its diagonal, which powers of it would not survive."""
+    shape = GatedDeltaShape(1, 1, 16, 16)
+    heads = GatedDeltaHeads(torch.tensor([-20.0]), torch.zeros(1), HeadColumns(0, 1), HeadColumns(1, 1))
+    qkv, inputs = noise(64, shape.convolved, seed=4), torch.tensor([0.0, 30.0]).repeat(64, 1)
+    qkv[:, 16:32] = qkv[0, 16:32]
+    chunks = Chunks.cut([1], [0, 64], [0], "cpu")
+    expected = gdn_decode_reference(
+        qkv, inputs, heads, shape, torch.zeros(2, 1, 16, 16), chunks.slots_R, chunks.ends_R1
+    )
+    close(gdn_prefill(qkv, inputs, heads, shape, torch.zeros(2, 1, 16, 16), chunks), expected)
+
+
+@pytest.mark.parametrize("shape", [GatedDeltaShape(2, 6, 4, 12)])
+def test_gate(shape):
+    x, inputs, weight = noise(2, shape.outputs), noise(2, 90, seed=1) * 3, noise(12, seed=2)
+    for columns in (HeadColumns(5, 40), HeadColumns(7, shape.shared * 12)):
+        close(
+            gdn_gate(x, inputs, columns, weight, 1e-5, shape),
+            gdn_gate_reference(x, inputs, columns, weight, 1e-5, shape),
+        )

@@ -31,6 +31,7 @@ from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import adapter_mib, plan_memory, planned
 from engine.memory.kv_pool import KVPool
+from engine.memory.latent_pool import make_pool
 from engine.memory.needs import DraftShape
 from engine.memory.plan import MemoryPlan
 from engine.memory.replay_ring import ReplayLayout, ReplayRings
@@ -111,7 +112,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     state_pool = _state_pool(spec, config, dtype, device)
     num_pages = number(config.cache.kv_tokens) // page_size
-    pool = KVPool(spec.attending, num_pages + 1, page_size, dtype, device)
+    pool = make_pool(spec.attending, num_pages + 1, page_size, dtype, device)
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)

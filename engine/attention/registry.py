@@ -14,18 +14,24 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.choice import Setting, choose
 from engine.attention.flashinfer import FlashInferPrefill, installed, refuse_unfit
+from engine.attention.mla import LatentReference
 from engine.attention.torch_fast import TorchAttention
 from engine.attention.torch_ref import TorchReference
 from engine.errors import InvalidRequest, Unsupported
 from engine.models.spec import ModelSpec
 from engine.user_cache import cache_folder
 
+LATENT_BACKENDS = ("torch_ref",)
 BACKENDS = ("triton", "flashinfer", "torch", "torch_ref")
 
 
 def resolve_attention(name: str, spec: ModelSpec, device: torch.device | str, setting: Setting | None = None) -> str:
     """The concrete name for `name`, which may be "auto": with a `setting`, by a measurement where
     there is more than one answer."""
+    if spec.latent is not None:
+        if name not in ("auto", *LATENT_BACKENDS):
+            raise Unsupported(field="attention", expected=f"one of {list(LATENT_BACKENDS)} over latents", actual=name)
+        return LATENT_BACKENDS[0] if name == "auto" else name
     if name == "auto":
         biased = any(layer.bias is not None for layer in spec.layers)
         if torch.device(device).type == "cuda" and find_spec("triton") is not None and not biased:
@@ -48,6 +54,8 @@ def make_attention(
     """Build a backend; one that cannot compute a layer of the spec refuses it by name. `dtype` is
     that of the key/value pool, the spec's by default."""
     name = resolve_attention(name, spec, device)
+    if spec.latent is not None:
+        return LatentReference(spec)
     if name in ("triton", "flashinfer"):
         from engine.attention.triton import TritonAttention  # needs triton, which CPU installations lack
 

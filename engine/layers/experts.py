@@ -141,4 +141,4 @@ def sum_of_experts(
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The largest by the last dimension, of equal ones the first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

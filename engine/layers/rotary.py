@@ -93,3 +93,8 @@ class Rotary:
         """Rotate in place; each product is rounded before the sum."""
         swapped = torch.roll(x_THE, self.half, -1).mul_(sin_T1E)
         x_THE.mul_(cos_T1E).add_(swapped)
+
+
+def by_halves(x: torch.Tensor) -> torch.Tensor:
+    """A copy of numbers that rotate in pairs of neighbours, in the order in which halves rotate."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

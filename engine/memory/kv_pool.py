@@ -49,13 +49,21 @@ class KVPool:
         self.generation = 0
         self.window_pages = window_pages
         self._windowed = [window_pages is not None and layer.window is not None for layer in spec.layers]
+        rows = self._rows(spec)
+        self._windowed += [False] * (len(rows) - len(self._windowed))
         pages = [window_pages if windowed else num_pages for windowed in self._windowed]
-        shapes = [((count or 0) * page_size, 2 * self.num_kv_heads, self.head_dim) for count in pages]
+        shapes = [((count or 0) * page_size, *row) for count, row in zip(pages, rows, strict=True)]
         self._layer_bytes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
         starts = [0, *accumulate(aligned(count) for count in self._layer_bytes)]
         self._slab = make_slab(starts[-1], self.device, "kv")
         self._layers = [part(self._slab, *each, dtype) for each in zip(starts, shapes, strict=False)]
+        self.token_bytes = sum(torch.Size(row).numel() for row in rows) * dtype.itemsize
+        """Bytes of one token over all layers."""
         self._zero()
+
+    def _rows(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        """What a token is stored as: a row in each layer, and what else lives under its page ids."""
+        return [(2 * self.num_kv_heads, self.head_dim)] * spec.num_layers
 
     @property
     def bytes(self) -> int:
@@ -65,11 +73,6 @@ class KVPool:
     def windowed(self, layer: int) -> bool:
         """Whether a layer's pages are those of windows."""
         return self._windowed[layer]
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def released(self) -> bool:
@@ -90,7 +93,8 @@ class KVPool:
         return self._paged(layer)[:, :, self.num_kv_heads :]
 
     def _paged(self, layer: int) -> torch.Tensor:
-        return self.tokens(layer).view(-1, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        tokens = self.tokens(layer)
+        return tokens.view(-1, self.page_size, *tokens.shape[1:])
 
     def write(self, layer: int, slots_T: torch.Tensor, kv_T2KH: torch.Tensor) -> None:
         """Store tokens' keys and values, packed as `pack` returns them."""
@@ -104,13 +108,13 @@ class KVPool:
             return
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
-        for layer in [layer for layer in range(self.num_layers) if self._windowed[layer] == windowed]:
+        for layer in [layer for layer, own in enumerate(self._windowed) if own == windowed]:
             paged = self._paged(layer)
             paged.index_copy_(0, target, paged.index_select(0, source))
 
     def fill(self, value: float) -> None:
         """Set every element, scratch included: tests poison what nobody has written."""
-        for layer in range(self.num_layers):
+        for layer in range(len(self._layers)):
             self.tokens(layer).fill_(value)
         self.generation += 1
 

@@ -37,7 +37,7 @@ class DraftShape:
 
 def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Keys and values of one token in all of the spec's layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return spec.token_numbers * dtype.itemsize
 
 
 def window_of(spec: ModelSpec) -> int:
@@ -80,6 +80,8 @@ def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShap
 def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Of one token in the layer that is being computed."""
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    if spec.latent is not None:  # queries, absorbed ones, what comes out
+        attention = 2 * spec.num_heads * (spec.latent.nope_dim + spec.latent.row + spec.latent.value_dim)
     return (3 * spec.hidden + attention + 3 * spec.intermediate) * dtype.itemsize
 
 

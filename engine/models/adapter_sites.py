@@ -12,7 +12,7 @@ from lora.geometry import Geometry, Kind, Part, Site, Split
 
 
 def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
-    """The embedding, then each layer's products (two or, without experts, four), then the head."""
+    """The embedding, then each layer's products, then the head. Experts are no sites, but a shared one is."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sites = [Site(spec.vocab_size, (Part("model.embed_tokens", spec.hidden),), Kind.EMBEDDING)]
     names = spec.names
@@ -31,17 +31,39 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
                 Site(spec.hidden, parts, split=Split.OUTPUTS),
                 Site(width, (Part(f"{prefix}.{out}", spec.hidden),), split=Split.INPUTS),
             ]
-        if spec.layers[index].attends:
+        if spec.latent is not None and spec.layers[index].attends:
+            sites += _latent_sites(spec, layer)
+        elif spec.layers[index].attends:
             sites += [
                 Site(spec.hidden, qkv, split=Split.OUTPUTS),
                 Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
             ]
-        if spec.experts is not None:
-            continue
-        gates = Part(f"{layer}.{names.gate}", spec.intermediate), Part(f"{layer}.{names.up}", spec.intermediate)
+        gate, up, down, width = names.gate, names.up, names.down, spec.intermediate
+        if spec.experts is not None and not spec.layers[index].dense:
+            if spec.experts.gate is None:
+                continue
+            width = spec.experts.gate.shared
+            gate, up, down = (f"{names.shared_expert}.{part}_proj" for part in ("gate", "up", "down"))
+        gates = Part(f"{layer}.{gate}", width), Part(f"{layer}.{up}", width)
         sites += [
             Site(spec.hidden, gates, split=Split.OUTPUTS),
-            Site(spec.intermediate, (Part(f"{layer}.{names.down}", spec.hidden),), split=Split.INPUTS),
+            Site(width, (Part(f"{layer}.{down}", spec.hidden),), split=Split.INPUTS),
         ]
     sites.append(Site(spec.hidden, (Part("lm_head", spec.vocab_size),), Kind.HEAD))
     return Geometry(tuple(sites), parallel.rank, parallel.size)
+
+
+def _latent_sites(spec: ModelSpec, layer: str) -> list[Site]:
+    """Inputs, queries where they have a rank of their own, output. What expands latents is absorbed into queries
+    and outputs: it is no product of its own that could be added to."""
+    latent, name = spec.latent, f"{layer}.self_attn"
+    assert latent is not None, "the spec has latents"
+    queries = spec.num_heads * (latent.nope_dim + latent.rope_dim)
+    first = Part(f"{name}.q_proj", queries)
+    sites = []
+    if latent.query_rank is not None:
+        first = Part(f"{name}.q_a_proj", latent.query_rank)
+        sites.append(Site(latent.query_rank, (Part(f"{name}.q_b_proj", queries),), split=Split.OUTPUTS))
+    inputs = Site(spec.hidden, (first, Part(f"{name}.kv_a_proj_with_mqa", latent.row)))
+    out = Site(spec.num_heads * latent.value_dim, (Part(f"{name}.o_proj", spec.hidden),), split=Split.INPUTS)
+    return [inputs, *sites, out]

@@ -17,9 +17,10 @@ from torch import nn
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
-from engine.layers.experts import ClampedExperts
+from engine.layers.experts import ClampedExperts, RoutedExperts
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
 from engine.layers.mixer import Mixer, StateStep
+from engine.layers.mla import LatentAttention
 from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
@@ -145,9 +146,12 @@ class DecoderLayer(nn.Module):
         if kind is not None:
             self.mixer = MIXERS[type(kind)](kind, spec.hidden, layer, dtype, device, parallel)
         else:
-            self.self_attn = Attention(spec, layer, dtype, device, parallel)
+            attention = Attention if spec.latent is None else LatentAttention
+            self.self_attn = attention(spec, layer, dtype, device, parallel)
         self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
-        make_block: Any = GatedMLP if spec.experts is None else ClampedExperts
+        make_block: Any = GatedMLP
+        if spec.experts is not None and not spec.layers[layer].dense:
+            make_block = ClampedExperts if spec.experts.gate is None else RoutedExperts
         self.mlp = make_block(spec, dtype, device, parallel)
         self.mixed_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
         self.added_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
@@ -275,11 +279,15 @@ class DenseDecoderLM(nn.Module):
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
             mixer, mlp = layer.mixer, layer.mlp
-            if mixer is None:
-                mixing = layer.self_attn.qkv_proj, layer.self_attn.o_proj
-            else:
+            if mixer is not None:
                 mixing = mixer.in_proj, mixer.out_proj
-            block = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, GatedMLP) else ()
+            elif isinstance(layer.self_attn, LatentAttention):
+                attn = layer.self_attn
+                mixing = (attn.in_proj, *([attn.q_proj] if attn.q_proj else []), attn.o_proj)
+            else:
+                mixing = layer.self_attn.qkv_proj, layer.self_attn.o_proj
+            adapted = isinstance(mlp, (GatedMLP, RoutedExperts))
+            block = (mlp.gate_up_proj, mlp.down_proj) if adapted else ()
             for product in (*mixing, *block):
                 product.site = site
                 site += 1

@@ -152,7 +152,8 @@ class ModelSpec:
     and block add to the residual is normed first. `query_scale` is what scores are scaled by where that
     is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh. With `experts` every block is one of those,
     but in `dense` layers. With `latent` all attention is over latents: one key/value head, `head_dim` is what
-    rotates of it, and `query_scale` is set.
+    rotates of it, and `query_scale` is set. `predictors` are layers behind the last, which predict further
+    tokens: checkpoints have them and no model takes them.
     """
 
     architecture: str
@@ -181,6 +182,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+    predictors: int = 0
     names: Names = Names()
 
     @property
@@ -203,6 +205,15 @@ class ModelSpec:
             return self
         layers = tuple(layer for layer in self.layers if layer.attends)
         return replace(self, layers=layers, num_layers=len(layers))
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that the layers which attend store of a token."""
+        attending = sum(layer.attends for layer in self.layers)
+        if self.latent is None:
+            return attending * 2 * self.num_kv_heads * self.head_dim
+        owners = sum(layer.index == "own" for layer in self.layers)
+        return attending * self.latent.row + owners * (self.latent.index.head_dim if self.latent.index else 0)
 
     def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout:
         """What a slot of the model's recurrent states holds, where activations have `dtype` (None: the

@@ -13,15 +13,20 @@ from typing import Any
 
 from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
+from engine.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
+from engine.models.glm_moe_dsa import GLM_MOE_DSA
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.lfm2 import LFM2
 from engine.models.llama import LLAMA
 from engine.models.qwen3 import QWEN3
 from engine.models.shape import DTYPES, LayerSpec, ModelSpec, Names, RopeSpec
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LFM2)}
+FAMILIES = {
+    family.architecture: family
+    for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LFM2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA)
+}
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.registry import make_attention
 from engine.batch import ForwardBatch, SharedPrefix
-from engine.memory.kv_pool import KVPool
+from engine.memory.latent_pool import make_pool
 from engine.memory.state_pool import StatePool
 from engine.models.registry import build_model
 from engine.models.spec import spec_from_config
@@ -27,6 +27,9 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
 
@@ -65,6 +68,11 @@ def engine_copy(reference, dtype: torch.dtype = torch.float32):
     for parameter in parameters.values():
         parameter.fill_(float("nan"))
     for name, tensor in reference.state_dict().items():
+        packed = model.weight_map.packed.get(name)
+        if packed is not None:
+            param = model.weight_map.placements[packed.names[0]].param
+            parameters[param].copy_(tensor.flatten(0, 1).to(dtype))
+            continue
         placement = model.weight_map.placements.get(name)
         if placement is None:
             assert name in model.weight_map.aliases or name in model.weight_map.ignored, name
@@ -108,7 +116,7 @@ class Harness:
     ) -> None:
         self.page_size = page_size
         spec = model.spec.attending
-        pool = KVPool(spec, num_tokens // page_size + 1, page_size, dtype or model.dtype, "cpu")
+        pool = make_pool(spec, num_tokens // page_size + 1, page_size, dtype or model.dtype, "cpu")
         pool.fill(float("nan"))
         self.pool = pool
         self.free = list(range(1, pool.num_pages))

@@ -14,17 +14,19 @@ Shapes: T tokens, B rows of one token, C rows of several, D hidden, I inputs, O 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from engine.batch import ForwardBatch
 from engine.errors import Unsupported
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from engine.layers.replay import VerifyStep, verify
+from engine.layers.replay import StepRows, VerifyStep, steps_of_decode, verify
 from engine.memory.state_pool import StatePool
+from engine.memory.transfer import send
 from engine.models.mixers import MixerSpec
 from engine.parallel import TensorParallel
 from lora.step import AdapterStep
@@ -43,6 +45,16 @@ class Chunk(NamedTuple):
     position: int
 
 
+class ChunkRows(NamedTuple):
+    """The chunks as int64 tensors: tokens [ends_R1[r], ends_R1[r + 1]) belong to `slots_R[r]`, the first of them
+    is at `positions_R[r]`, and token t is row `rows_T[t]`'s."""
+
+    slots_R: torch.Tensor
+    ends_R1: torch.Tensor
+    positions_R: torch.Tensor
+    rows_T: torch.Tensor
+
+
 @dataclass(slots=True)
 class StateStep:
     """Where a step's rows have their states: those of `verify` come first, then `slots_B` int64 of rows of one
@@ -54,6 +66,17 @@ class StateStep:
     chunks: Sequence[Chunk] = ()
     sequential: bool = False
     verify: VerifyStep | None = None
+    _rows: ChunkRows | None = field(default=None, init=False)
+
+    @property
+    def rows(self) -> ChunkRows:
+        """Of `chunks`, sent to the device once a step."""
+        if self._rows is None:
+            slots_R, starts_R, ends_R, positions_R = np.array(self.chunks, dtype=np.int64).T
+            rows_T = np.repeat(np.arange(len(slots_R)), ends_R - starts_R)
+            parts = slots_R, np.append(0, ends_R), positions_R, rows_T
+            self._rows = ChunkRows(*(send(part, self.slots_B.device) for part in parts))
+        return self._rows
 
     @staticmethod
     def of(batch: ForwardBatch, pool: StatePool, sequential: bool = False) -> StateStep:
@@ -112,3 +135,8 @@ class Mixer(nn.Module):
     def prefill(self, inputs_TI: torch.Tensor, states: States, step: StateStep) -> torch.Tensor:
         """out_TO of `step.chunks`, whose tokens `inputs_TI` are."""
         raise NotImplementedError
+
+    def steps(self, inputs_TI: torch.Tensor, states: States, rows: StepRows, keep: bool) -> torch.Tensor:
+        """out_TO of rows of several tokens, with the bits that `decode` gives one after the other. Without `keep`
+        states stay as they were."""
+        return steps_of_decode(self, inputs_TI, states, rows, keep)

@@ -11,6 +11,7 @@ policies say.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ def measure(engine: Engine, policies: Policies, batch: int, repeats: int) -> dic
             start(engine, variant.names(batch), repeat)
             spent = steps(engine, TIMED)
             engine.abort()
+            print(f"{batch} rows, {variant.name}, turn {repeat}: {spent:.3f} ms", file=sys.stderr, flush=True)
             if repeat:  # the first captures graphs
                 found.append(spent)
     return {variant: statistics.median(found) for variant, found in times.items()}

@@ -67,7 +67,7 @@ def test_shared_prefixes_equal_plain(t_full, monkeypatch):
     monkeypatch.setattr(metadata, "MIN_SAVED_SEGMENT_BYTES", 0)
     engine = make_engine(t_full, **fields)
     shared = engine.generate(work)
-    assert any(is_shared for _, is_shared, _ in engine._loop._stepper._captured)
+    assert any(is_shared for _, is_shared, *_ in engine._loop._stepper._captured)
     for a, b in zip(shared[0].samples, plain[0].samples, strict=True):
         assert a.ids.tolist() == b.ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)

@@ -261,6 +261,17 @@ def test_captured_steps_outlive_the_memory_of_adapters(tmp_path):
             assert [s.ids.tolist() for s in one.samples] == [s.ids.tolist() for s in other.samples]
 
 
+def test_what_is_loaded_at_once_outlives_the_first_zeros_of_the_tables():
+    """Copies run on a stream of their own, which must not overtake what the pool's making has queued."""
+    packed = pack(weights(all_linear(WHERE, 8), WHERE, 8), WHERE, torch.bfloat16, pinned=True)
+    torch.cuda._sleep(200_000_000)  # the device is busy while both are queued
+    pool = DevicePool(WHERE, torch.bfloat16, torch.device("cuda"), 2 * packed.num_bytes, 2)
+    slot = pool.load(packed)
+    assert slot is not None
+    pool.await_ready({slot})
+    assert bool(pool.ranks_SX4[slot].any()) and bool(pool.offsets_SX2[slot].any())
+
+
 def test_a_group_reads_its_prefix_together(tmp_path, monkeypatch):
     """Samples of one policy share their prompt's pages; another policy's of the same prompt do not."""
     for name in ("MIN_SAVED_BYTES", "MIN_SAVED_SEGMENT_BYTES"):

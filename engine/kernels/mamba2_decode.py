@@ -13,88 +13,15 @@ size, S slots, C = H * P + 2 * G * N (x, B and C side by side), I = H * P.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.layers.mamba2_reference import Mamba2Heads, Mamba2Shape
 
 STATE_TILE = 4096
 """Elements of a state that a program holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Shape:
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-
-    @property
-    def inner(self) -> int:
-        """The width of what all heads put out."""
-        return self.heads * self.head_dim
-
-    @property
-    def convolved(self) -> int:
-        return self.inner + 2 * self.groups * self.state
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Heads:
-    """What a layer's heads have of their own, and the limits of step sizes."""
-
-    a_log_H: torch.Tensor
-    bias_H: torch.Tensor
-    skip_H: torch.Tensor
-    low: float = 0.0
-    high: float = float("inf")
-
-    def steps(self, raw_TH: torch.Tensor) -> torch.Tensor:
-        return F.softplus(raw_TH.float() + self.bias_H.float()).clamp(self.low, self.high)
-
-    @property
-    def rate_H(self) -> torch.Tensor:
-        return -self.a_log_H.float().exp()
-
-
-def split_convolved(xbc_TC: torch.Tensor, shape: Mamba2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [T, H, P], B and C as heads see them [T, H, N], all fp32."""
-    tokens, width = xbc_TC.shape[0], shape.groups * shape.state
-    x, b, c = xbc_TC.float().split((shape.inner, width, width), dim=1)
-    shared = [part.reshape(tokens, shape.groups, 1, shape.state) for part in (b, c)]
-    per_group = shape.heads // shape.groups
-    b_THN, c_THN = (part.expand(-1, -1, per_group, -1).flatten(1, 2) for part in shared)
-    return x.reshape(tokens, shape.heads, shape.head_dim), b_THN, c_THN
-
-
-def mamba2_decode_reference(
-    xbc_TC: torch.Tensor,
-    dt_TH: torch.Tensor,
-    heads: Mamba2Heads,
-    shape: Mamba2Shape,
-    state_SHPN: torch.Tensor,
-    slots_R: torch.Tensor,
-    ends_R1: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `mamba2_decode`. Sums do not depend on how many rows there are."""
-    if ends_R1 is not None:
-        out_TI = torch.empty_like(xbc_TC[:, : shape.inner])
-        for slot_1, start, end in zip(slots_R.split(1), ends_R1[:-1].tolist(), ends_R1[1:].tolist(), strict=True):
-            for token in range(start, end):
-                at = slice(token, token + 1)
-                out_TI[at] = mamba2_decode_reference(xbc_TC[at], dt_TH[at], heads, shape, state_SHPN, slot_1)
-        return out_TI
-    x_RHP, b_RHN, c_RHN = split_convolved(xbc_TC, shape)
-    step_RH = heads.steps(dt_TH)
-    gained_RHPN = (step_RH[:, :, None] * x_RHP)[..., None] * b_RHN[:, :, None]
-    state_RHPN = state_SHPN[slots_R].mul_((step_RH * heads.rate_H).exp()[:, :, None, None]).add_(gained_RHPN)
-    state_SHPN[slots_R] = state_RHPN
-    out_RHP = state_RHPN.mul_(c_RHN[:, :, None]).sum(-1) + heads.skip_H.float()[:, None] * x_RHP
-    return out_RHP.flatten(1).to(xbc_TC.dtype)
 
 
 @triton.jit
@@ -113,7 +40,8 @@ def mamba2_decode_kernel(
     xbc_ptr, dt_ptr, a_log_ptr, bias_ptr, skip_ptr, state_ptr, slots_ptr, ends_ptr, out_ptr,
     xbc_stride, dt_stride, low, high,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
-    WIDTH: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SEVERAL: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -142,7 +70,8 @@ def mamba2_decode_kernel(
         out = tl.sum(state * c[None, :], 1) + skip.to(tl.float32) * x
         tl.store(out_line + head * HEAD_DIM + p, out.to(out_ptr.dtype.element_ty), mask=in_p)
         line, raw, out_line = line + xbc_stride, raw + dt_stride, out_line + WIDTH
-    tl.store(tile, state, mask=inside)
+    if KEEP:
+        tl.store(tile, state, mask=inside)
 
 
 def mamba2_decode(
@@ -154,9 +83,11 @@ def mamba2_decode(
     slots_R: torch.Tensor,
     ends_R1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    keep: bool = True,
 ) -> torch.Tensor:
     """out_TI in the input's dtype. Row r is token r or, with `ends_R1`, tokens [ends_R1[r], ends_R1[r + 1]).
-    What lies in a row of `xbc_TC` and `dt_TH` lies side by side; rows that share a slot must be padding."""
+    What lies in a row of `xbc_TC` and `dt_TH` lies side by side; rows that share a slot must be padding. States
+    stay as they were without `keep`."""
     check_rows(xbc_TC, dt_TH, state_SHPN, shape)
     rows = slots_R.shape[0]
     out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
@@ -184,6 +115,7 @@ def mamba2_decode(
             STATE=shape.state,
             WIDTH=shape.inner,
             SEVERAL=ends_R1 is not None,
+            KEEP=keep,
             BLOCK_P=block_p,
             BLOCK_N=block_n,
             EARLY=early,

@@ -10,37 +10,13 @@ Shapes: T tokens, I inner width, G groups of it that are normed each for itself.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.rms_norm import warps_for
-
-
-@dataclass(frozen=True, slots=True)
-class GroupNorm:
-    """A root-mean-square norm of each group; `gated_first` norms what is gated already."""
-
-    weight_I: torch.Tensor
-    groups: int
-    eps: float
-    gated_first: bool
-
-
-def mamba2_gate_reference(x_TI: torch.Tensor, gate_TI: torch.Tensor, norm: GroupNorm | None) -> torch.Tensor:
-    wide_TI, factor_TI = x_TI.float(), F.silu(gate_TI.float())
-    if norm is None:
-        return (wide_TI * factor_TI).to(x_TI.dtype)
-    if norm.gated_first:
-        wide_TI = wide_TI * factor_TI
-    groups_TGE = wide_TI.unflatten(1, (norm.groups, -1))
-    scale_TG1 = torch.rsqrt(groups_TGE.square().mean(-1, keepdim=True) + norm.eps)
-    wide_TI = (groups_TGE * scale_TG1).flatten(1) * norm.weight_I.float()
-    return (wide_TI if norm.gated_first else wide_TI * factor_TI).to(x_TI.dtype)
+from engine.layers.mamba2_reference import GroupNorm
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Owns the chunked form (Dao and Gu, 2024, arxiv.org/abs/2405.21060): within a chunk a causal product of C and B
 weighs the inputs as attention would, between chunks the state carries what came before. What a head does with
-a token is `mamba2_decode`'s. Chunks end at multiples of CHUNK counted from a row's first token ever, wherever
+a token is `mamba2_decode`'s. Chunks end at multiples of `chunk` counted from a row's first token ever, wherever
 the rows' tokens here start, so that who goes on from a state that was kept there computes the same bits.
 
 Shapes: T tokens of R rows back to back, H heads, P head size, G groups, N state size, S slots, L a chunk's
@@ -18,42 +18,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
-from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, check_rows, split_convolved, step_size
-
-CHUNK = 64
-
-
-def mamba2_prefill_reference(
-    xbc_TC: torch.Tensor,
-    dt_TH: torch.Tensor,
-    heads: Mamba2Heads,
-    shape: Mamba2Shape,
-    state_SHPN: torch.Tensor,
-    rows: list[tuple[int, int, int, int]],
-    chunk: int = CHUNK,
-) -> torch.Tensor:
-    """out_TI in the input's dtype, of `rows` (slot, start, end, position): tokens [start, end) of the batch, the
-    first of them at `position` of its sequence."""
-    x_THP, b_THN, c_THN = split_convolved(xbc_TC, shape)
-    step_TH = heads.steps(dt_TH)
-    decay_TH = step_TH * heads.rate_H
-    out_THP = heads.skip_H.float()[:, None] * x_THP
-    for slot, start, end, position in rows:
-        state_HPN, at = state_SHPN[slot], start
-        while at < end:
-            stop = min(end, at + chunk - (position + at - start) % chunk)
-            weighed_HLP = (step_TH[at:stop, :, None] * x_THP[at:stop]).transpose(0, 1)
-            b_HLN, c_HLN = b_THN[at:stop].transpose(0, 1), c_THN[at:stop].transpose(0, 1)
-            past_HL = decay_TH[at:stop].cumsum(0).T
-            between_HLL = (past_HL[:, :, None] - past_HL[:, None]).tril().exp().tril()
-            inner_HLP = (c_HLN @ b_HLN.transpose(1, 2) * between_HLL) @ weighed_HLP
-            outer_HLP = (c_HLN @ state_HPN.transpose(1, 2)) * past_HL.exp()[..., None]
-            out_THP[at:stop] += (inner_HLP + outer_HLP).transpose(0, 1)
-            left_HL1 = (past_HL[:, -1:] - past_HL).exp()[..., None]
-            gained_HPN = (weighed_HLP * left_HL1).transpose(1, 2) @ b_HLN
-            state_HPN.mul_(past_HL[:, -1].exp()[:, None, None]).add_(gained_HPN)
-            at = stop
-    return out_THP.flatten(1).to(xbc_TC.dtype)
+from engine.kernels.mamba2_decode import check_rows, step_size
+from engine.layers.mamba2_reference import Mamba2Heads, Mamba2Shape
 
 
 @triton.jit
@@ -114,8 +80,8 @@ def mamba2_prefill(
     slots_R: torch.Tensor,
     ends_R1: torch.Tensor,
     positions_R: torch.Tensor,
+    chunk: int,
     out: torch.Tensor | None = None,
-    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence."""
     check_rows(xbc_TC, dt_TH, state_SHPN, shape)

@@ -21,6 +21,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[torch.Tensor, fl
     """Float32 [head_dim / 2] on the CPU, and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "none":
+        return torch.zeros_like(plain), 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":

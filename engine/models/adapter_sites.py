@@ -11,10 +11,19 @@ from engine.parallel import TensorParallel
 from lora.geometry import Geometry, Kind, Part, Site, Split
 
 
+def block_inputs(spec: ModelSpec) -> dict[str, int]:
+    """The products of a block's input and their widths: gate and up, both in one, or up alone."""
+    names, width = spec.names, spec.intermediate
+    if not spec.gated:
+        return {names.up: width}
+    return {names.gate: width, names.up: width} if names.up else {names.gate: 2 * width}
+
+
 def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
-    """The embedding, then each layer's products, then the head. Experts are no sites, but a shared one is."""
+    """The embedding, then each layer's products (of mixer, attention and block), then the head. Experts are no
+    sites, but a shared one is."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sites = [Site(spec.vocab_size, (Part("model.embed_tokens", spec.hidden),), Kind.EMBEDDING)]
+    sites = [Site(spec.vocab_size, (Part(f"model.{spec.names.embedding}", spec.hidden),), Kind.EMBEDDING)]
     names = spec.names
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
@@ -38,13 +47,16 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
                 Site(spec.hidden, qkv, split=Split.OUTPUTS),
                 Site(q_width, (Part(f"{layer}.{names.o}", spec.hidden),), split=Split.INPUTS),
             ]
-        gate, up, down, width = names.gate, names.up, names.down, spec.intermediate
+        if not spec.layers[index].block:
+            continue
+        inputs, down, width = block_inputs(spec), names.down, spec.intermediate
         if spec.experts is not None and not spec.layers[index].dense:
             if spec.experts.gate is None:
                 continue
             width = spec.experts.gate.shared
             gate, up, down = (f"{names.shared_expert}.{part}_proj" for part in ("gate", "up", "down"))
-        gates = Part(f"{layer}.{gate}", width), Part(f"{layer}.{up}", width)
+            inputs = {gate: width, up: width}
+        gates = tuple(Part(f"{layer}.{name}", rows) for name, rows in inputs.items())
         sites += [
             Site(spec.hidden, gates, split=Split.OUTPUTS),
             Site(width, (Part(f"{layer}.{down}", spec.hidden),), split=Split.INPUTS),

@@ -19,6 +19,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.experts import ClampedExperts, RoutedExperts
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
+from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import Mixer, StateStep
 from engine.layers.mla import LatentAttention
 from engine.layers.norm import RMSNorm, UnitRMSNorm
@@ -26,6 +27,7 @@ from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
 from engine.memory.kv_pool import KVPool
 from engine.models.adapter_sites import dense_geometry
+from engine.models.mamba2 import Mamba2Spec
 from engine.models.mixers import ShortConvSpec
 from engine.models.shape import Activation, ModelSpec
 from engine.parallel import TensorParallel
@@ -33,7 +35,7 @@ from engine.weights.mapping import WeightMap
 from lora.geometry import Geometry
 from lora.step import AdapterStep
 
-MIXERS: dict[type, type[Mixer]] = {ShortConvSpec: ShortConv}
+MIXERS: dict[type, type[Mixer]] = {ShortConvSpec: ShortConv, Mamba2Spec: Mamba2}
 """How each kind of mixer computes."""
 
 
@@ -68,6 +70,10 @@ def make_norm(spec: ModelSpec, width: int, dtype: torch.dtype, device: torch.dev
     return (UnitRMSNorm if spec.unit_norms else RMSNorm)(width, spec.rms_eps, dtype, device)
 
 
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1.0 else x * factor
+
+
 class Attention(nn.Module):
     def __init__(
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
@@ -92,6 +98,7 @@ class Attention(nn.Module):
             self.sinks_N = nn.Parameter(sinks_N, requires_grad=False)
         self.query_factor = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
         """On top of the backend's scale of head_dim ** -0.5."""
+        self.scales = spec.scales
 
     def forward(
         self,
@@ -103,6 +110,7 @@ class Attention(nn.Module):
         adapters: AdapterStep | None = None,
     ) -> torch.Tensor:
         tokens, heads, rotated = x_TD.shape[0], self.num_heads, self.num_heads + self.num_kv_heads
+        x_TD = scaled(x_TD, self.scales.attention_in)
         qkv_THE = self.qkv_proj(x_TD, adapters).view(tokens, rotated + self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             qkv_THE[:, :heads] = self.q_norm(qkv_THE[:, :heads])
@@ -112,7 +120,8 @@ class Attention(nn.Module):
             qkv_THE[:, :heads] *= self.query_factor
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
         out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer, self.sinks_N)
-        return self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
+        out_TD = self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
+        return scaled(out_TD, self.scales.attention_out)
 
     __call__ = forward  # no hooks: a layer is called hundreds of times a token
 
@@ -122,17 +131,40 @@ class GatedMLP(nn.Module):
         super().__init__()
         width = spec.intermediate
         self.activation: Activation = spec.activation
+        self.scales = spec.scales
         self.width = parallel.share(width, "intermediate_size")
         self.gate_up_proj = ColumnParallelLinear(spec.hidden, (width, width), spec.mlp_bias, dtype, device, parallel)
         self.down_proj = RowParallelLinear(width, spec.hidden, spec.mlp_bias, dtype, device, parallel)
 
     def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         gate_up_TI = self.gate_up_proj(x_TD, adapters)
-        gate_TI = gate_up_TI[:, : self.width]
-        gate_TI = F.silu(gate_TI) if self.activation == "silu" else F.gelu(gate_TI, approximate="tanh")
-        return self.down_proj(gate_TI.mul_(gate_up_TI[:, self.width :]), adapters)
+        gate_TI = activated(scaled(gate_up_TI[:, : self.width], self.scales.gate), self.activation)
+        added_TD = self.down_proj(gate_TI.mul_(gate_up_TI[:, self.width :]), adapters)
+        return scaled(added_TD, self.scales.block_out)
 
     __call__ = forward
+
+
+class PlainMLP(nn.Module):
+    """A block without a gate."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.activation: Activation = spec.activation
+        width, bias = spec.intermediate, spec.mlp_bias
+        self.up_proj = ColumnParallelLinear(spec.hidden, (width,), bias, dtype, device, parallel)
+        self.down_proj = RowParallelLinear(width, spec.hidden, bias, dtype, device, parallel)
+
+    def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
+        return self.down_proj(activated(self.up_proj(x_TD, adapters), self.activation), adapters)
+
+    __call__ = forward
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "relu2":
+        return F.relu(x).square_()
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 class DecoderLayer(nn.Module):
@@ -140,19 +172,24 @@ class DecoderLayer(nn.Module):
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
-        kind = spec.layers[layer].mixer
-        self.mixer = None
+        kind, attends, block = spec.layers[layer].mixer, spec.layers[layer].attends, spec.layers[layer].block
+        self.mixer: Mixer | None = None
+        self.self_attn: Any = None
+        self.mlp: Any = None
+        self.mixer_out = spec.scales.mixer_out
+        if attends or kind is not None:
+            self.input_layernorm = make_norm(spec, spec.hidden, dtype, device)
         if kind is not None:
             self.mixer = MIXERS[type(kind)](kind, spec.hidden, layer, dtype, device, parallel)
-        else:
+        if attends:
             attention = Attention if spec.latent is None else LatentAttention
             self.self_attn = attention(spec, layer, dtype, device, parallel)
-        self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
-        make_block: Any = GatedMLP
-        if spec.experts is not None and not spec.layers[layer].dense:
-            make_block = ClampedExperts if spec.experts.gate is None else RoutedExperts
-        self.mlp = make_block(spec, dtype, device, parallel)
+        if block:
+            self.post_attention_layernorm = make_norm(spec, spec.hidden, dtype, device)
+            make_block: Any = GatedMLP if spec.gated else PlainMLP
+            if spec.experts is not None and not spec.layers[layer].dense:
+                make_block = ClampedExperts if spec.experts.gate is None else RoutedExperts
+            self.mlp = make_block(spec, dtype, device, parallel)
         self.mixed_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
         self.added_norm = make_norm(spec, spec.hidden, dtype, device) if spec.output_norms else None
 
@@ -167,14 +204,20 @@ class DecoderLayer(nn.Module):
         states: StateStep | None = None,
     ) -> torch.Tensor:
         """Adds to `x_TD` in place and returns it."""
-        if self.mixer is None:
-            mixed_TD = self.self_attn(self.input_layernorm(x_TD), rotary, cos_T1H, sin_T1H, backend, adapters)
-        else:
-            assert states is not None, "a recurrent layer needs its states"
-            mixed_TD = self.mixer(self.input_layernorm(x_TD), states, adapters)
-        x_TD += mixed_TD if self.mixed_norm is None else self.mixed_norm(mixed_TD)
-        added_TD = self.mlp(self.post_attention_layernorm(x_TD), adapters)
-        x_TD += added_TD if self.added_norm is None else self.added_norm(added_TD)
+        mixer, attention, mixed_TD = self.mixer, self.self_attn, None
+        if mixer is not None or attention is not None:
+            normed_TD = self.input_layernorm(x_TD)
+            if attention is not None:
+                mixed_TD = attention(normed_TD, rotary, cos_T1H, sin_T1H, backend, adapters)
+            if mixer is not None:
+                assert states is not None, "a recurrent layer needs its states"
+                added_TD = scaled(mixer(normed_TD, states, adapters), self.mixer_out)
+                mixed_TD = added_TD if mixed_TD is None else mixed_TD + added_TD
+        if mixed_TD is not None:
+            x_TD += mixed_TD if self.mixed_norm is None else self.mixed_norm(mixed_TD)
+        if self.mlp is not None:
+            added_TD = self.mlp(self.post_attention_layernorm(x_TD), adapters)
+            x_TD += added_TD if self.added_norm is None else self.added_norm(added_TD)
         return x_TD
 
     __call__ = forward
@@ -224,7 +267,8 @@ class DenseDecoderLM(nn.Module):
     @property
     def mixers(self) -> list[Mixer]:
         """Of the layers with a recurrent state."""
-        return [layer.mixer for layer in self.model.layers if layer.mixer is not None]
+        layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        return [layer.mixer for layer in layers if layer.mixer is not None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,13 +309,16 @@ class DenseDecoderLM(nn.Module):
         logits_RV = head.project(hidden_RD, part).float()
         if adapters is not None:
             adapters.add_(len(self.adapter_sites.sites) - 1, hidden_RD, logits_RV, part)
+        if self.spec.scales.logits != 1.0:
+            logits_RV *= self.spec.scales.logits
         cap = self.spec.logit_softcap
         return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
     def base_weight(self, module: str) -> torch.Tensor | None:
         """The weight of a module that peft saves whole beside its factors."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return {"model.embed_tokens": self.model.embed_tokens.weight, "lm_head": head.weight}.get(module)
+        embedding = f"model.{self.spec.names.embedding}"
+        return {embedding: self.model.embed_tokens.weight, "lm_head": head.weight}.get(module)
 
     def _number_sites(self) -> None:
         """As `dense_geometry` counts: the embedding, each layer's products, the head."""
@@ -279,16 +326,17 @@ class DenseDecoderLM(nn.Module):
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
             mixer, mlp = layer.mixer, layer.mlp
-            if mixer is not None:
-                mixing = mixer.in_proj, mixer.out_proj
-            elif isinstance(layer.self_attn, LatentAttention):
+            products = [] if mixer is None else [mixer.in_proj, mixer.out_proj]
+            if isinstance(layer.self_attn, LatentAttention):
                 attn = layer.self_attn
-                mixing = (attn.in_proj, *([attn.q_proj] if attn.q_proj else []), attn.o_proj)
-            else:
-                mixing = layer.self_attn.qkv_proj, layer.self_attn.o_proj
-            adapted = isinstance(mlp, (GatedMLP, RoutedExperts))
-            block = (mlp.gate_up_proj, mlp.down_proj) if adapted else ()
-            for product in (*mixing, *block):
+                products += [attn.in_proj, *([attn.q_proj] if attn.q_proj else []), attn.o_proj]
+            elif layer.self_attn is not None:
+                products += [layer.self_attn.qkv_proj, layer.self_attn.o_proj]
+            if isinstance(mlp, (GatedMLP, RoutedExperts)):
+                products += [mlp.gate_up_proj, mlp.down_proj]
+            elif isinstance(mlp, PlainMLP):
+                products += [mlp.up_proj, mlp.down_proj]
+            for product in products:
                 product.site = site
                 site += 1
         assert site == len(self.adapter_sites.sites) - 1, f"{site} sites, expected {len(self.adapter_sites.sites) - 1}"

@@ -14,14 +14,14 @@ import torch
 
 from engine.models.mixers import MixerSpec, StateLayout
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-Activation = Literal["silu", "gelu_tanh"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "none"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; the fields past `theta` are those of the kinds that use them."""
+    """Rotary embedding; the fields past `theta` are those of the kinds that use them. "none" turns nothing."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
@@ -39,14 +39,16 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: how it mixes tokens, by attention or by a `mixer` with a state. `window` counts the
-    current token; `sink` adds one learned logit per head; `softcap` bounds scores by tanh; `bias` is the
-    extent in tokens of a bias by distance, zero beyond it; `rope` is the layer's own where it differs from
-    the model's; `index` says whether it attends to a choice of tokens, its own or that of the last layer which
-    made one; `dense` layers have a gated block where the others have experts."""
+    """One layer: how it mixes tokens, by attention, by a `mixer` with a state, by both side by side or not at
+    all, and whether a `block` follows. `window` counts the current token; `sink` adds one learned logit per
+    head; `softcap` bounds scores by tanh; `bias` is the extent in tokens of a bias by distance, zero beyond it;
+    `rope` is the layer's own where it differs from the model's; `index` says whether it attends to a choice of
+    tokens, its own or that of the last layer which made one; `dense` layers have a gated block where the others
+    have experts."""
 
     attends: bool = True
     mixer: MixerSpec | None = None
+    block: bool = True
     window: int | None = None
     sink: bool = False
     softcap: float | None = None
@@ -119,9 +121,24 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors on what goes into attention, what attention, mixer and block add, the block's gate and the logits."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mixer_out: float = 1.0
+    gate: float = 1.0
+    block_out: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """What checkpoints call the parts of a decoder; layers' parts without their prefix."""
 
+    root: str = "model"
+    """What checkpoints call the part below the head, which trainers call `model`."""
+    embedding: str = "embed_tokens"
     input_norm: str = "input_layernorm"
     block_norm: str = "post_attention_layernorm"
     mixed_norm: str = ""
@@ -136,6 +153,7 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
+    """Of both halves where `up` is empty."""
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     sinks: str = "self_attn.sinks"
@@ -177,6 +195,9 @@ class ModelSpec:
     unit_norms: bool = False
     output_norms: bool = False
     activation: Activation = "silu"
+    gated: bool = True
+    """Whether blocks have a gate beside what goes up."""
+    scales: Scales = Scales()
     embed_scale: float | None = None
     query_scale: float | None = None
     logit_softcap: float | None = None
@@ -189,8 +210,12 @@ class ModelSpec:
     def uniform(self) -> bool:
         """Whether it is the decoder that the fused path computes: one rope, plain norms, a silu gate."""
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
-        special = any(switches) or bool(self.experts or self.latent) or self.activation != "silu"
-        plain = all(layer.mixer is None and layer.rope is None and not layer.sink for layer in self.layers)
+        special = any(switches) or bool(self.experts or self.latent) or self.scales != Scales()
+        special |= self.activation != "silu" or not self.gated or self.rope.kind == "none"
+        plain = all(
+            layer.attends and layer.block and layer.mixer is None and layer.rope is None and not layer.sink
+            for layer in self.layers
+        )
         return plain and not special
 
     @property
@@ -201,7 +226,7 @@ class ModelSpec:
     @property
     def attending(self) -> ModelSpec:
         """The layers that attend, as pools of keys and values and attention backends count them."""
-        if not self.recurrent:
+        if all(layer.attends for layer in self.layers):
             return self
         layers = tuple(layer for layer in self.layers if layer.attends)
         return replace(self, layers=layers, num_layers=len(layers))

@@ -14,18 +14,32 @@ from typing import Any
 from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
 from engine.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
+from engine.models.falcon_h1 import FALCON_H1
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.glm_moe_dsa import GLM_MOE_DSA
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.lfm2 import LFM2
 from engine.models.llama import LLAMA
+from engine.models.nemotron_h import NEMOTRON_H
 from engine.models.qwen3 import QWEN3
 from engine.models.shape import DTYPES, LayerSpec, ModelSpec, Names, RopeSpec
 
 FAMILIES = {
     family.architecture: family
-    for family in (LLAMA, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LFM2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA)
+    for family in (
+        LLAMA,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        GPT_OSS,
+        LFM2,
+        DEEPSEEK_V3,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
+        FALCON_H1,
+        NEMOTRON_H,
+    )
 }
 
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -61,7 +75,6 @@ def spec_from_config(config: dict[str, Any], generation: dict[str, Any] | None =
         context_len=fields.integer(config, "max_position_embeddings"),
         hidden=hidden,
         intermediate=fields.integer(config, "intermediate_size"),
-        num_layers=fields.integer(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=config.get("head_dim") or hidden // heads,
@@ -71,7 +84,9 @@ def spec_from_config(config: dict[str, Any], generation: dict[str, Any] | None =
         rms_eps=float(config.get("rms_norm_eps", 1e-6)),
         attention_bias=bool(config.get("attention_bias", False)),
     )
-    return ModelSpec(**(common | family.describe(config)))
+    described = family.describe(config)
+    common["num_layers"] = len(described["layers"])
+    return ModelSpec(**(common | described))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

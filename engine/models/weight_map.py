@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.models.adapter_sites import block_inputs
 from engine.models.mixers import MixerSpec
 from engine.models.shape import LayerSpec, ModelSpec
 from engine.weights.mapping import Packed, Placement, WeightMap
@@ -34,15 +35,19 @@ class _Table:
 
 def decoder_weight_map(spec: ModelSpec) -> WeightMap:
     table, names = _Table(), spec.names
-    table.whole("model.embed_tokens.weight", "model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+    embedding = f"model.{names.embedding}.weight"
+    table.whole(embedding, "model.embed_tokens.weight", spec.vocab_size, spec.hidden)
     for index in range(spec.num_layers):
         _layer(table, spec, spec.layers[index], f"model.layers.{index}")
     table.whole(f"{names.final_norm}.weight", "model.norm.weight", spec.hidden)
     aliases: dict[str, str] = {}
     if spec.tied:
-        aliases["lm_head.weight"] = "model.embed_tokens.weight"
+        aliases["lm_head.weight"] = embedding
     else:
         table.whole("lm_head.weight", "lm_head.weight", spec.vocab_size, spec.hidden)
+    if names.root != "model":
+        stored = {name: names.root + name.removeprefix("model") for name in table.placements}
+        aliases |= {other: name for name, other in stored.items() if name.startswith("model.")}
     inverse = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(spec.num_layers)}
     ignored = frozenset(inverse | {"model.rotary_emb.inv_freq"} | _predictors(spec))
     return WeightMap(table.placements, aliases, ignored, table.packed)
@@ -50,17 +55,20 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
 
 def _layer(table: _Table, spec: ModelSpec, kind: LayerSpec, layer: str) -> None:
     names = spec.names
-    table.whole(f"{layer}.{names.input_norm}.weight", f"{layer}.input_layernorm.weight", spec.hidden)
+    if kind.attends or kind.mixer is not None:
+        table.whole(f"{layer}.{names.input_norm}.weight", f"{layer}.input_layernorm.weight", spec.hidden)
     if kind.mixer is not None:
         _mixer(table, kind.mixer, spec.hidden, layer)
     if kind.attends:
         (_attention if spec.latent is None else _latent_attention)(table, spec, kind, layer)
-    table.whole(f"{layer}.{names.block_norm}.weight", f"{layer}.post_attention_layernorm.weight", spec.hidden)
     if spec.output_norms:
         table.whole(f"{layer}.{names.mixed_norm}.weight", f"{layer}.mixed_norm.weight", spec.hidden)
         table.whole(f"{layer}.{names.added_norm}.weight", f"{layer}.added_norm.weight", spec.hidden)
+    if not kind.block:
+        return
+    table.whole(f"{layer}.{names.block_norm}.weight", f"{layer}.post_attention_layernorm.weight", spec.hidden)
     if spec.experts is None or kind.dense:
-        _gated_block(table, spec, layer)
+        _block(table, spec, layer)
     else:
         (_experts if spec.experts.gate is None else _routed_experts)(table, spec, layer)
 
@@ -132,10 +140,10 @@ def _mixer(table: _Table, mixer: MixerSpec, hidden: int, layer: str) -> None:
         table.whole(f"{name}.{part}", f"{param}.{whole.param}", *whole.shape)
 
 
-def _gated_block(table: _Table, spec: ModelSpec, layer: str) -> None:
+def _block(table: _Table, spec: ModelSpec, layer: str) -> None:
     names, param = spec.names, f"{layer}.mlp"
-    gate_up = {names.gate: spec.intermediate, names.up: spec.intermediate}
-    table.fused(layer, gate_up, f"{param}.gate_up_proj", spec.hidden, spec.mlp_bias)
+    inputs = f"{param}.gate_up_proj" if spec.gated else f"{param}.up_proj"
+    table.fused(layer, block_inputs(spec), inputs, spec.hidden, spec.mlp_bias)
     down = f"{param}.down_proj"
     table.whole(f"{layer}.{names.down}.weight", f"{down}.weight", spec.hidden, spec.intermediate, shard_dim=1)
     if spec.mlp_bias:

@@ -29,8 +29,8 @@ from engine.kernels.gdn_prefill import gdn_prefill
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_of, tile_for
-from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, mamba2_decode
-from engine.kernels.mamba2_gate import GroupNorm, mamba2_gate
+from engine.kernels.mamba2_decode import mamba2_decode
+from engine.kernels.mamba2_gate import mamba2_gate
 from engine.kernels.mamba2_prefill import mamba2_prefill
 from engine.kernels.merge_states import merge_states
 from engine.kernels.prefill_attention import prefill_attention
@@ -48,6 +48,7 @@ from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
 from engine.layers.gated_delta_reference import Chunks, GatedDeltaHeads, GatedDeltaShape, HeadColumns
+from engine.layers.mamba2_reference import GroupNorm, Mamba2Heads, Mamba2Shape
 from engine.memory.device_table import DeviceTable
 from engine.types import Want
 from lora.device_pool import DevicePool
@@ -259,7 +260,7 @@ def mamba2(capability: int) -> None:
     heads = Mamba2Heads(own, own, own)
     rows, state = wide[:, : kind.convolved], torch.zeros(2, kind.heads, kind.head_dim, kind.state)
     out = mamba2_decode(rows, raw, heads, kind, state, token[:2], token if capability == 100 else None)
-    mamba2_prefill(rows, raw, heads, kind, state, token[:2], token, token)
+    mamba2_prefill(rows, raw, heads, kind, state, token[:2], token, token, 64)
     norm = None if capability == 80 else GroupNorm(wide[0], kind.groups, 1e-5, capability == 90)
     mamba2_gate(out, wide[:, : kind.inner], norm, out=out)
 

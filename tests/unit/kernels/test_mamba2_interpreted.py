@@ -6,9 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.mamba2_decode import Mamba2Heads, Mamba2Shape, mamba2_decode, mamba2_decode_reference
-from engine.kernels.mamba2_gate import GroupNorm, mamba2_gate, mamba2_gate_reference
-from engine.kernels.mamba2_prefill import mamba2_prefill, mamba2_prefill_reference
+from engine.kernels.mamba2_decode import mamba2_decode
+from engine.kernels.mamba2_gate import mamba2_gate
+from engine.kernels.mamba2_prefill import mamba2_prefill
+from engine.layers.mamba2_reference import (
+    GroupNorm,
+    Mamba2Heads,
+    Mamba2Shape,
+    mamba2_decode_reference,
+    mamba2_gate_reference,
+    mamba2_prefill_reference,
+)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,16 +56,17 @@ def test_prefill_is_decode_token_by_token():
     xbc, raw = noise(40, shape.convolved, seed=4), noise(40, shape.heads, seed=5)
     states = noise(4, shape.heads, shape.head_dim, shape.state, seed=6)
     kept = noise(4, shape.heads, shape.head_dim, shape.state, seed=6)
-    rows = [(int(slots[r]), int(ends[r]), int(ends[r + 1]), int(positions[r])) for r in range(3)]
     stepped, states = kept.clone(), kept.clone()
     expected = mamba2_decode_reference(xbc, raw, heads, shape, stepped, slots, ends)
+    close(mamba2_decode(xbc, raw, heads, shape, states, slots, ends, keep=False), expected)
+    assert torch.equal(states, kept)
     close(mamba2_decode(xbc, raw, heads, shape, states, slots, ends), expected)
     close(states, stepped)
     states = kept.clone()
-    close(mamba2_prefill_reference(xbc, raw, heads, shape, states, rows, chunk), expected)
+    close(mamba2_prefill_reference(xbc, raw, heads, shape, states, slots, ends, positions, chunk), expected)
     close(states, stepped)
     states = kept.clone()
-    close(mamba2_prefill(xbc, raw, heads, shape, states, slots, ends, positions, chunk=chunk), expected)
+    close(mamba2_prefill(xbc, raw, heads, shape, states, slots, ends, positions, chunk), expected)
     close(states, stepped)
     assert torch.equal(states[0], kept[0])
 
@@ -67,12 +76,14 @@ def test_chunks_end_where_states_are_kept():
     shape = Mamba2Shape(2, 8, 1, 8)
     heads, xbc, raw = heads_of(shape), noise(40, shape.convolved, seed=4), noise(40, shape.heads, seed=5)
     whole, parts = (torch.zeros(2, shape.heads, shape.head_dim, shape.state) for _ in range(2))
-    expected = mamba2_prefill_reference(xbc, raw, heads, shape, whole, [(1, 0, 40, 0)], chunk=16)
-    out = [
-        mamba2_prefill_reference(xbc[a:b], raw[a:b], heads, shape, parts, [(1, 0, b - a, a)], chunk=16)
-        for a, b in ((0, 16), (16, 40))
-    ]
-    assert torch.equal(torch.cat(out), expected) and torch.equal(parts, whole)
+
+    def run(start: int, end: int, states: torch.Tensor) -> torch.Tensor:
+        ends, slot, position = torch.tensor([0, end - start]), torch.tensor([1]), torch.tensor([start])
+        given = xbc[start:end], raw[start:end], heads, shape, states
+        return mamba2_prefill_reference(*given, slot, ends, position, 16)
+
+    expected = run(0, 40, whole)
+    assert torch.equal(torch.cat((run(0, 16, parts), run(16, 40, parts))), expected) and torch.equal(parts, whole)
 
 
 @pytest.mark.parametrize("form", ["gated", "gated-normed", "normed-gated"])

@@ -1,0 +1,91 @@
+"""Nemotron-H: every layer is one thing, Mamba2, attention without positions, or a block of squared relus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import InvalidRequest, Unsupported
+from engine.models import config_fields as fields
+from engine.models.family import Family
+from engine.models.mamba2 import Mamba2Spec
+from engine.models.shape import LayerSpec, Names, RopeSpec
+
+NAMES = Names(
+    root="backbone",
+    embedding="embeddings",
+    input_norm="norm",
+    block_norm="norm",
+    final_norm="model.norm_f",
+    q="mixer.q_proj",
+    k="mixer.k_proj",
+    v="mixer.v_proj",
+    o="mixer.o_proj",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+)
+_KINDS = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "residual_in_fp32": (False, None),
+    "sliding_window": (None,),
+}
+
+
+def _describe(config: dict[str, Any]) -> dict[str, Any]:
+    fields.refuse_others(config, _ONLY)
+    mixer, rms_eps = _mixer(config), float(config.get("layer_norm_epsilon") or config.get("rms_norm_eps") or 1e-5)
+    kinds = {
+        "mamba": LayerSpec(attends=False, mixer=mixer, block=False),
+        "attention": LayerSpec(block=False),
+        "mlp": LayerSpec(attends=False),
+    }
+    layers = []
+    for kind in _pattern(config):
+        if kind not in kinds:
+            raise Unsupported(field="layers_block_type", expected=f"one of {sorted(kinds)}", actual=kind)
+        layers.append(kinds[kind])
+    return {
+        "layers": tuple(layers),
+        "rope": RopeSpec(kind="none"),
+        "rms_eps": rms_eps,
+        "head_dim": config.get("head_dim") or config.get("attention_head_dim") or 128,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "activation": "relu2",
+        "gated": False,
+        "names": NAMES,
+    }
+
+
+def _pattern(config: dict[str, Any]) -> list[str]:
+    """One kind a layer, from a list or (older) a letter for each."""
+    given = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
+    if not given:
+        raise InvalidRequest(field="layers_block_type", expected="one kind a layer", actual=given)
+    return [_KINDS.get(str(each), str(each)) for each in given]
+
+
+def _mixer(config: dict[str, Any]) -> Mamba2Spec:
+    """Step sizes are bounded from below by what initialises them, as trainers compute it."""
+    return Mamba2Spec(
+        heads=fields.integer(config, "mamba_num_heads"),
+        head_dim=fields.integer(config, "mamba_head_dim"),
+        groups=fields.integer(config, "n_groups"),
+        state_size=fields.integer(config, "ssm_state_size"),
+        width=fields.integer(config, "conv_kernel"),
+        eps=float(config.get("layer_norm_epsilon") or config.get("rms_norm_eps") or 1e-5),
+        bias=bool(config.get("use_bias", False)),
+        conv_bias=bool(config.get("use_conv_bias", True)),
+        low=float(config.get("time_step_min", 0.001)),
+        name="mixer",
+    )
+
+
+NEMOTRON_H = Family("NemotronHForCausalLM", "nemotron_h", _describe)

@@ -19,6 +19,7 @@ from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.glm_moe_dsa import GLM_MOE_DSA
 from engine.models.gpt_oss import GPT_OSS
+from engine.models.granite_hybrid import GRANITE_HYBRID
 from engine.models.lfm2 import LFM2
 from engine.models.llama import LLAMA
 from engine.models.nemotron_h import NEMOTRON_H
@@ -39,6 +40,7 @@ FAMILIES = {
         GLM_MOE_DSA,
         FALCON_H1,
         NEMOTRON_H,
+        GRANITE_HYBRID,
     )
 }
 

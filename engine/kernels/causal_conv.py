@@ -151,9 +151,10 @@ def causal_conv(
     ends_R1: torch.Tensor,
     rows_T: torch.Tensor,
     out: torch.Tensor | None = None,
+    keep: bool = True,
 ) -> torch.Tensor:
     """out_TC of rows of tokens [ends_R1[r], ends_R1[r + 1]), where token t is row `rows_T[t]`'s; their states in
-    `slots_R` move on by all of them."""
+    `slots_R` move on by all of them, or stay without `keep`."""
     width, taps = _check(x_TI, columns_C, weight_CK, state_SKC)
     tokens, rows, mapped = x_TI.shape[0], slots_R.shape[0], columns_C is not None
     out = x_TI.new_empty(tokens, width) if out is None else out
@@ -165,6 +166,7 @@ def causal_conv(
             TAPS=taps, MAPPED=mapped, BIASED=bias_C is not None,
             BLOCK_T=TOKENS, BLOCK_C=CHANNELS, EARLY=early, num_warps=4, **options(early),
         )  # fmt: skip
+    if tokens and keep:
         causal_conv_keep_kernel[(rows, triton.cdiv(width, STEP_CHANNELS))](
             x_TI, columns_C, state_SKC, slots_R, ends_R1, x_TI.stride(0), width,
             TAPS=taps, MAPPED=mapped, BLOCK=STEP_CHANNELS, EARLY=early, num_warps=4, **options(early),

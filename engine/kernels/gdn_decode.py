@@ -45,7 +45,7 @@ def gdn_decode_kernel(
     qkv_ptr, inputs_ptr, rate_ptr, bias_ptr, state_ptr, slots_ptr, ends_ptr, out_ptr, inputs_stride, scale, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     RAW: tl.constexpr, RAW_STRIDE: tl.constexpr, STRENGTH: tl.constexpr, STRENGTH_STRIDE: tl.constexpr,
-    SEVERAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    SEVERAL: tl.constexpr, KEEP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
@@ -81,7 +81,8 @@ def gdn_decode_kernel(
         out = tl.sum(state * q[None, :], 1)
         tl.store(out_line + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
         line, gates, out_line = line + WIDTH, gates + inputs_stride, out_line + VALUE_HEADS * VALUE
-    tl.store(tile, state, mask=inside)
+    if KEEP:
+        tl.store(tile, state, mask=inside)
 
 
 def gdn_decode(
@@ -93,9 +94,10 @@ def gdn_decode(
     slots_R: torch.Tensor,
     ends_R1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    keep: bool = True,
 ) -> torch.Tensor:
     """out_TO in the input's dtype. Row r is token r or, with `ends_R1`, tokens [ends_R1[r], ends_R1[r + 1]).
-    Rows that share a slot must be padding."""
+    Rows that share a slot must be padding. States stay as they were without `keep`."""
     check_rows(qkv_TC, inputs_TI, state_SHVK, shape)
     rows = slots_R.shape[0]
     out = qkv_TC.new_empty(qkv_TC.shape[0], shape.outputs) if out is None else out
@@ -117,6 +119,7 @@ def gdn_decode(
             L2_EPS,
             **constants(shape, heads),
             SEVERAL=ends_R1 is not None,
+            KEEP=keep,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
             EARLY=early,

@@ -25,6 +25,7 @@ from engine.layers.mamba2_reference import (
     mamba2_prefill_reference,
 )
 from engine.layers.mixer import Mixer, States, StateStep
+from engine.layers.replay import StepRows
 from engine.models.mamba2 import Mamba2Spec
 from engine.parallel import TensorParallel
 
@@ -110,6 +111,17 @@ class Mamba2(Mixer):
             out_TE = run.step(*given)
         else:
             out_TE = run.chunks(*given, rows.positions_R, self.kind.grid)
+        return run.gate(out_TE, gate_TE, self._norm())
+
+    def steps(self, inputs_TI: torch.Tensor, states: States, rows: StepRows, keep: bool) -> torch.Tensor:
+        if inputs_TI.device.type != "cuda":
+            return super().steps(inputs_TI, states, rows, keep)
+        inputs_SKC, state_SHPN = states
+        run, where = operations("cuda"), (rows.slots_R, rows.ends_R1)
+        gate_TE, xbc_TC, dt_TH = self._split(inputs_TI)
+        given = xbc_TC, None, self.conv_C1K[:, 0], self.conv_bias_C, inputs_SKC, *where, rows.rows_T
+        xbc_TC = run.conv(*given, keep=keep)
+        out_TE = run.step(xbc_TC, dt_TH, self._heads(), self.shape, state_SHPN, *where, keep=keep)
         return run.gate(out_TE, gate_TE, self._norm())
 
     def _split(self, inputs_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ then each row goes through its chunks with the state. What a head does with a to
 at multiples of CHUNK counted from a row's first token ever, wherever the rows' tokens here start, so that who
 goes on from a state that was kept there computes the same bits.
 
-Shapes: T tokens of R rows back to back, X chunks, N key heads, H value heads, K key size, V value size, S slots,
+Shapes: T tokens of R rows back to back, N key heads, H value heads, K key size, V value size, S slots,
 L a chunk's tokens, C = 2 * N * K + H * V, O = H * V, I columns of the product before.
 """
 
@@ -22,12 +22,12 @@ import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.gdn_decode import check_rows, constants, log_decay, sigmoid
-from engine.layers.gated_delta_reference import L2_EPS, Chunks, GatedDeltaHeads, GatedDeltaShape
+from engine.layers.gated_delta_reference import CHUNK, L2_EPS, GatedDeltaHeads, GatedDeltaShape
 
 
 @triton.jit
 def gdn_solve_kernel(
-    qkv_ptr, inputs_ptr, rate_ptr, bias_ptr, ends_ptr, rows_ptr, starts_ptr,
+    qkv_ptr, inputs_ptr, rate_ptr, bias_ptr, ends_ptr, positions_ptr,
     values_ptr, keys_ptr, scores_ptr, factors_ptr, inputs_stride, scale, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     RAW: tl.constexpr, RAW_STRIDE: tl.constexpr, STRENGTH: tl.constexpr, STRENGTH_STRIDE: tl.constexpr,
@@ -38,16 +38,19 @@ def gdn_solve_kernel(
     the decay since the chunk's start. Places outside the row neither decay nor learn."""
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
-    head = tl.program_id(1)
+    row, head = tl.program_id(1), tl.program_id(2)
     key_head, column = head // SHARED, head % SHARED
     place, k_at, v_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_k, in_v = k_at < KEY, v_at < VALUE
     rate, bias = tl.load(rate_ptr + head), tl.load(bias_ptr + head)
     await_inputs(EARLY)
     release_next(EARLY)
-    row = tl.load(rows_ptr + tl.program_id(0))
-    token = tl.load(starts_ptr + tl.program_id(0)) + place
-    inside = (token >= tl.load(ends_ptr + row)) & (token < tl.load(ends_ptr + row + 1))
+    start, end = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1)
+    first = start - tl.load(positions_ptr + row) % CHUNK + tl.program_id(0) * CHUNK
+    if first >= end:
+        return
+    token = first + place
+    inside = (token >= start) & (token < end)
     line = token.to(tl.int64)
     lines, wanted = (qkv_ptr + line * WIDTH)[:, None], inside[:, None] & in_k[None, :]
     q = tl.load(lines + key_head * KEY + k_at[None, :], mask=wanted, other=0.0)
@@ -92,7 +95,7 @@ def gdn_solve_kernel(
 
 @triton.jit
 def gdn_scan_kernel(
-    qkv_ptr, values_ptr, keys_ptr, scores_ptr, factors_ptr, state_ptr, slots_ptr, ends_ptr, firsts_ptr, out_ptr,
+    qkv_ptr, values_ptr, keys_ptr, scores_ptr, factors_ptr, state_ptr, slots_ptr, ends_ptr, positions_ptr, out_ptr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -108,10 +111,10 @@ def gdn_scan_kernel(
     release_next(EARLY)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    start, end, first = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1), tl.load(firsts_ptr + row)
+    start, end, position = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1), tl.load(positions_ptr + row)
     tile = state_ptr + (slot * VALUE_HEADS + head) * (VALUE * KEY) + v_at[:, None] * KEY + k_at[None, :]
     state = tl.load(tile, mask=in_v[:, None] & in_k[None, :], other=0.0)
-    for base in range(first, end, CHUNK):
+    for base in range(start - position % CHUNK, end, CHUNK):
         token = base + place
         inside = (token >= start) & (token < end)
         line = token.to(tl.int64)
@@ -151,12 +154,12 @@ class PrefillSpace:
     factors_TH3: torch.Tensor
 
     @staticmethod
-    def empty(tokens: int, shape: GatedDeltaShape, like: torch.Tensor, size: int) -> PrefillSpace:
+    def empty(tokens: int, shape: GatedDeltaShape, like: torch.Tensor, chunk: int) -> PrefillSpace:
         heads = shape.value_heads
         return PrefillSpace(
             like.new_empty(tokens, heads, shape.value_dim),
             like.new_empty(tokens, heads, shape.key_dim),
-            like.new_empty(tokens, heads, size),
+            like.new_empty(tokens, heads, chunk),
             like.new_empty(tokens, heads, 3, dtype=torch.float32),
         )
 
@@ -167,30 +170,34 @@ def gdn_prefill(
     heads: GatedDeltaHeads,
     shape: GatedDeltaShape,
     state_SHVK: torch.Tensor,
-    chunks: Chunks,
+    slots_R: torch.Tensor,
+    ends_R1: torch.Tensor,
+    positions_R: torch.Tensor,
+    most: int,
+    chunk: int = CHUNK,
     out: torch.Tensor | None = None,
     space: PrefillSpace | None = None,
 ) -> torch.Tensor:
-    """out_TO of the chunks' rows, which are all tokens; their states move on by them."""
+    """out_TO. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence;
+    no row falls into more than `most` chunks. What the scan needs of all tokens lies in `space`."""
     check_rows(qkv_TC, inputs_TI, state_SHVK, shape)
-    tokens = qkv_TC.shape[0]
+    tokens, rows, count = qkv_TC.shape[0], slots_R.shape[0], shape.value_heads
     out = qkv_TC.new_empty(tokens, shape.outputs) if out is None else out
-    space = PrefillSpace.empty(tokens, shape, qkv_TC, chunks.size) if space is None else space
+    space = PrefillSpace.empty(tokens, shape, qkv_TC, chunk) if space is None else space
     early = is_early(out)
     block_k, block_v = (max(16, triton.next_power_of_2(size)) for size in (shape.key_dim, shape.value_dim))
-    sizes = constants(shape, heads)
+    sizes, part = constants(shape, heads), min(block_v, 32)
     if tokens:
-        gdn_solve_kernel[(chunks.rows_X.shape[0], shape.value_heads)](
-            qkv_TC, inputs_TI, heads.rate_H, heads.bias_H, chunks.ends_R1, chunks.rows_X, chunks.starts_X,
+        gdn_solve_kernel[(most, rows, count)](
+            qkv_TC, inputs_TI, heads.rate_H, heads.bias_H, ends_R1, positions_R,
             space.values_THV, space.keys_THK, space.scores_THL, space.factors_TH3,
             inputs_TI.stride(0), shape.key_dim**-0.5, L2_EPS, **sizes,
-            CHUNK=chunks.size, BLOCK_K=block_k, BLOCK_V=block_v, EARLY=early, num_warps=4, **options(early),
+            CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=block_v, EARLY=early, num_warps=4, **options(early),
         )  # fmt: skip
-        part = min(block_v, 32)
         sizes = {name: sizes[name] for name in ("KEY_HEADS", "VALUE_HEADS", "KEY", "VALUE")}
-        gdn_scan_kernel[(chunks.slots_R.shape[0], shape.value_heads, triton.cdiv(shape.value_dim, part))](
+        gdn_scan_kernel[(rows, count, triton.cdiv(shape.value_dim, part))](
             qkv_TC, space.values_THV, space.keys_THK, space.scores_THL, space.factors_TH3, state_SHVK,
-            chunks.slots_R, chunks.ends_R1, chunks.firsts_R, out, **sizes,
-            CHUNK=chunks.size, BLOCK_K=block_k, BLOCK_V=part, EARLY=early, num_warps=4, **options(early),
+            slots_R, ends_R1, positions_R, out, **sizes,
+            CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=part, EARLY=early, num_warps=4, **options(early),
         )  # fmt: skip
     return out

@@ -1,9 +1,9 @@
 """The gated delta rule in torch: what its kernels are compared with, and the CPU's way to compute it.
 
-Owns the shapes of a layer's heads, where a product keeps their numbers, how rows are cut into chunks, and the
-references of `engine.kernels.gdn_decode`, `gdn_prefill` and `gdn_gate`, which say what each computes.
+Owns the shapes of a layer's heads, where a product keeps their numbers, and the references of
+`engine.kernels.gdn_decode`, `gdn_prefill` and `gdn_gate`, which say what each computes.
 
-Shapes: T tokens of R rows back to back, X chunks, N key heads, H value heads, K key size, V value size, S slots,
+Shapes: T tokens of R rows back to back, N key heads, H value heads, K key size, V value size, S slots,
 L a chunk's tokens, C = 2 * N * K + H * V (queries, keys and values side by side), O = H * V; I columns of the
 product before.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -90,36 +89,6 @@ def split_gates(
     return heads.decays(raw_TH), strength_TH.float().sigmoid()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Rows' tokens [ends_R1[r], ends_R1[r + 1]) cut into chunks of `size`: chunk x is row `rows_X[x]`'s, and its
-    first place is token `starts_X[x]`, which may lie before the row's own."""
-
-    size: int
-    slots_R: torch.Tensor
-    ends_R1: torch.Tensor
-    firsts_R: torch.Tensor
-    """Where a row's first chunk starts."""
-    rows_X: torch.Tensor
-    starts_X: torch.Tensor
-
-    @staticmethod
-    def cut(
-        slots: list[int], ends: list[int], positions: list[int], device: torch.device | str, size: int = CHUNK
-    ) -> Chunks:
-        """`positions` are those of rows' first tokens in their sequences."""
-        firsts_R = np.array(ends[:-1]) - np.array(positions) % size
-        counts_R = -(-(np.array(ends[1:]) - firsts_R) // size)
-        rows_X = np.repeat(np.arange(len(slots)), counts_R)
-        place_X = np.arange(len(rows_X)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
-        starts_X = firsts_R[rows_X] + place_X * size
-        parts = np.array(slots), np.array(ends), firsts_R, rows_X, starts_X
-        slots_R, ends_R1, firsts, rows, starts = (
-            torch.from_numpy(np.asarray(part, dtype=np.int32)).to(device, non_blocking=True) for part in parts
-        )
-        return Chunks(size, slots_R, ends_R1, firsts, rows, starts)
-
-
 def gdn_decode_reference(
     qkv_TC: torch.Tensor,
     inputs_TI: torch.Tensor,
@@ -153,29 +122,47 @@ def gdn_prefill_reference(
     heads: GatedDeltaHeads,
     shape: GatedDeltaShape,
     state_SHVK: torch.Tensor,
-    chunks: Chunks,
+    slots_R: torch.Tensor,
+    ends_R1: torch.Tensor,
+    positions_R: torch.Tensor,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """As `gdn_prefill`; a chunk's sums depend on its tokens alone."""
     q_THK, k_THK, v_THV = split_convolved(qkv_TC, shape)
     decay_TH, strength_TH = split_gates(inputs_TI, heads, shape)
     out_TO = torch.empty_like(qkv_TC[:, : shape.outputs])
-    ends, slots = chunks.ends_R1.tolist(), chunks.slots_R.tolist()
-    for row, first in zip(chunks.rows_X.tolist(), chunks.starts_X.tolist(), strict=True):
-        at = slice(max(first, ends[row]), min(first + chunks.size, ends[row + 1]))
-        q_HLK, k_HLK, v_HLV = (part[at].transpose(0, 1) for part in (q_THK, k_THK, v_THV))
-        strength_HL1, past_HL = strength_TH[at].T[..., None], decay_TH[at].cumsum(0).T
-        state_HKV = state_SHVK[slots[row]].transpose(1, 2)
-        between_HLL = (past_HL[..., None] - past_HL[:, None]).tril().exp().tril()
-        mixed_HLL = (k_HLK * strength_HL1) @ k_HLK.transpose(1, 2) * between_HLL
-        wanted_HLV = strength_HL1 * (v_HLV - past_HL.exp()[..., None] * (k_HLK @ state_HKV))
-        learned_HLV = torch.linalg.solve_triangular(mixed_HLL, wanted_HLV, upper=False, unitriangular=True)
-        read_HLV = (q_HLK * past_HL.exp()[..., None]) @ state_HKV
-        out_HLV = read_HLV + (q_HLK @ k_HLK.transpose(1, 2) * between_HLL) @ learned_HLV
-        out_TO[at] = out_HLV.transpose(0, 1).flatten(1)
-        left_HL1 = (past_HL[:, -1:] - past_HL).exp()[..., None]
-        gained_HVK = (learned_HLV * left_HL1).transpose(1, 2) @ k_HLK
-        state_SHVK[slots[row]].mul_(past_HL[:, -1].exp()[:, None, None]).add_(gained_HVK)
+    starts, ends = ends_R1[:-1].tolist(), ends_R1[1:].tolist()
+    for slot, start, end, position in zip(slots_R.tolist(), starts, ends, positions_R.tolist(), strict=True):
+        for first in range(start - position % chunk, end, chunk):
+            at = slice(max(first, start), min(first + chunk, end))
+            q, k, v, decay, strength = (
+                part[at].transpose(0, 1) for part in (q_THK, k_THK, v_THV, decay_TH, strength_TH)
+            )
+            out_HLV = _chunk(q, k, v, decay, strength, state_SHVK[slot])
+            out_TO[at] = out_HLV.transpose(0, 1).flatten(1)
     return out_TO
+
+
+def _chunk(
+    q_HLK: torch.Tensor,
+    k_HLK: torch.Tensor,
+    v_HLV: torch.Tensor,
+    decay_HL: torch.Tensor,
+    strength_HL: torch.Tensor,
+    state_HVK: torch.Tensor,
+) -> torch.Tensor:
+    """out_HLV; the state moves on."""
+    past_HL1, strength_HL1 = decay_HL.cumsum(1)[..., None], strength_HL[..., None]
+    state_HKV, grown_HL1 = state_HVK.transpose(1, 2), past_HL1.exp()
+    between_HLL = (past_HL1 - past_HL1.transpose(1, 2)).tril().exp().tril()
+    mixed_HLL = (k_HLK * strength_HL1) @ k_HLK.transpose(1, 2) * between_HLL
+    wanted_HLV = strength_HL1 * (v_HLV - grown_HL1 * (k_HLK @ state_HKV))
+    learned_HLV = torch.linalg.solve_triangular(mixed_HLL, wanted_HLV, upper=False, unitriangular=True)
+    out_HLV = (q_HLK * grown_HL1) @ state_HKV + (q_HLK @ k_HLK.transpose(1, 2) * between_HLL) @ learned_HLV
+    left_HL1 = (past_HL1[:, -1:] - past_HL1).exp()
+    gained_HVK = (learned_HLV * left_HL1).transpose(1, 2) @ k_HLK
+    state_HVK.mul_(grown_HL1[:, -1:]).add_(gained_HVK)
+    return out_HLV
 
 
 def gdn_gate_reference(

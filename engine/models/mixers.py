@@ -92,6 +92,56 @@ class ShortConvSpec:
         return (StateTensor("inputs", (self.width - 1, hidden), dtype),)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """A gated delta net: `value_heads` states of value_dim x key_dim numbers, of which as many share one of the
+    `key_heads`, behind a convolution over `width` tokens. Checkpoints have queries, keys, values and gates of a
+    key head side by side, and so strengths and decays (`grouped`), or all of one kind after the other."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    eps: float = 1e-6
+    grouped: bool = True
+    name: str = "linear_attn"
+    bias: bool = False
+    grid: int = 64
+
+    @property
+    def convolved(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.outputs
+
+    @property
+    def outputs(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def inputs(self, hidden: int) -> dict[str, int]:
+        if self.grouped:
+            return {"in_proj_qkvz": self.convolved + self.outputs, "in_proj_ba": 2 * self.value_heads}
+        own = {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+        return {"in_proj_qkv": self.convolved, "in_proj_z": self.outputs} | own
+
+    def output(self, hidden: int) -> tuple[str, int]:
+        return "out_proj", self.outputs
+
+    def wholes(self, hidden: int) -> dict[str, Whole]:
+        """What each head has of its own stays fp32: decays are exponentials of it."""
+        return {
+            "A_log": Whole("rate_H", (self.value_heads,), torch.float32),
+            "dt_bias": Whole("bias_H", (self.value_heads,), torch.float32),
+            "conv1d.weight": Whole("conv_C1K", (self.convolved, 1, self.width)),
+            "norm.weight": Whole("norm_V", (self.value_dim,)),
+        }
+
+    def state(self, hidden: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return (
+            StateTensor("inputs", (self.width - 1, self.convolved), dtype),
+            StateTensor("state", (self.value_heads, self.value_dim, self.key_dim), torch.float32),
+        )
+
+
 class StateLayout(NamedTuple):
     """A slot of a model's states: the tensors of each recurrent layer, by its index among all layers, and the
     grid of tokens on which states are kept."""

@@ -47,7 +47,7 @@ from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul
-from engine.layers.gated_delta_reference import Chunks, GatedDeltaHeads, GatedDeltaShape, HeadColumns
+from engine.layers.gated_delta_reference import GatedDeltaHeads, GatedDeltaShape, HeadColumns
 from engine.layers.mamba2_reference import GroupNorm, Mamba2Heads, Mamba2Shape
 from engine.memory.device_table import DeviceTable
 from engine.types import Want
@@ -284,7 +284,7 @@ def gated_delta(capability: int) -> None:
     qkv = causal_conv(rows, columns, weight, bias, kept, token[:1], token, token)
     state = torch.zeros(2, kind.value_heads, kind.value_dim, kind.key_dim)
     out = gdn_decode(qkv, inputs, heads, kind, state, token, token if capability == 100 else None)
-    gdn_prefill(qkv, inputs, heads, kind, state, Chunks.cut([1], [0, 2], [0], "cpu", 64 if capability == 90 else 16))
+    gdn_prefill(qkv, inputs, heads, kind, state, token[:1], token, token, 1, 64 if capability == 90 else 16)
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 
 

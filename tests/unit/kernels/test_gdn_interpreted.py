@@ -12,7 +12,6 @@ from engine.kernels.gdn_gate import gdn_gate
 from engine.kernels.gdn_prefill import gdn_prefill
 from engine.layers.causal_conv_reference import causal_conv_reference
 from engine.layers.gated_delta_reference import (
-    Chunks,
     GatedDeltaHeads,
     GatedDeltaShape,
     HeadColumns,
@@ -53,8 +52,9 @@ def test_convolution(mapped, biased, taps):
     rows = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
     expected, states = kept.clone(), kept.clone()
     out = causal_conv_reference(inputs, columns, weight, bias, expected, slots, ends)
-    close(causal_conv(inputs, columns, weight, bias, states, slots, ends, rows), out)
-    assert torch.equal(states, expected)
+    for keep in (False, True):
+        close(causal_conv(inputs, columns, weight, bias, states, slots, ends, rows, keep=keep), out)
+        assert torch.equal(states, expected if keep else kept)
     for take in (causal_conv_step, causal_conv_reference):
         states = kept.clone()
         for place in range(6):
@@ -82,15 +82,17 @@ def test_prefill_is_decode_token_by_token():
     shape = GatedDeltaShape(1, 2, 16, 20)
     heads, qkv, inputs = heads_of(shape, True), noise(57, shape.convolved, seed=4), noise(57, 30, seed=5)
     slots, ends = torch.tensor([2, 3, 1]), torch.tensor([0, 40, 41, 57])
-    chunks = Chunks.cut(slots.tolist(), ends.tolist(), [0, 15, 30], "cpu", size=16)
+    rows = slots, ends, torch.tensor([0, 15, 30])
     kept = noise(4, shape.value_heads, shape.value_dim, shape.key_dim, seed=6)
     stepped, states = kept.clone(), kept.clone()
     expected = gdn_decode_reference(qkv, inputs, heads, shape, stepped, slots, ends)
+    close(gdn_decode(qkv, inputs, heads, shape, states, slots, ends, keep=False), expected)
+    assert torch.equal(states, kept)
     close(gdn_decode(qkv, inputs, heads, shape, states, slots, ends), expected)
     close(states, stepped)
-    for prefill in (gdn_prefill_reference, gdn_prefill):
+    for prefill, most in ((gdn_prefill_reference, ()), (gdn_prefill, (3,))):
         states = kept.clone()
-        close(prefill(qkv, inputs, heads, shape, states, chunks), expected)
+        close(prefill(qkv, inputs, heads, shape, states, *rows, *most, chunk=16), expected)
         close(states, stepped)
         assert torch.equal(states[0], kept[0])
 
@@ -101,11 +103,23 @@ def test_equal_keys_that_never_decay():
     heads = GatedDeltaHeads(torch.tensor([-20.0]), torch.zeros(1), HeadColumns(0, 1), HeadColumns(1, 1))
     qkv, inputs = noise(64, shape.convolved, seed=4), torch.tensor([0.0, 30.0]).repeat(64, 1)
     qkv[:, 16:32] = qkv[0, 16:32]
-    chunks = Chunks.cut([1], [0, 64], [0], "cpu")
-    expected = gdn_decode_reference(
-        qkv, inputs, heads, shape, torch.zeros(2, 1, 16, 16), chunks.slots_R, chunks.ends_R1
-    )
-    close(gdn_prefill(qkv, inputs, heads, shape, torch.zeros(2, 1, 16, 16), chunks), expected)
+    rows, (expected_states, states) = (torch.tensor([1]), torch.tensor([0, 64])), torch.zeros(2, 2, 1, 16, 16)
+    expected = gdn_decode_reference(qkv, inputs, heads, shape, expected_states, *rows)
+    close(gdn_prefill(qkv, inputs, heads, shape, states, *rows, torch.zeros(1, dtype=torch.int64), 1), expected)
+
+
+def test_chunks_end_where_states_are_kept():
+    """Who goes on from a state at a chunk's end computes the same bits, whatever came with it."""
+    shape = GatedDeltaShape(1, 2, 8, 8)
+    heads, qkv, inputs = heads_of(shape, False), noise(40, shape.convolved, seed=4), noise(40, 30, seed=5)
+    whole, parts = torch.zeros(2, 2, shape.value_heads, shape.value_dim, shape.key_dim)
+    slot, at = torch.tensor([1]), torch.tensor
+    expected = gdn_prefill_reference(qkv, inputs, heads, shape, whole, slot, at([0, 40]), at([0]), 16)
+    out = [
+        gdn_prefill_reference(qkv[a:b], inputs[a:b], heads, shape, parts, slot, at([0, b - a]), at([a]), 16)
+        for a, b in ((0, 16), (16, 40))
+    ]
+    assert torch.equal(torch.cat(out), expected) and torch.equal(parts, whole)
 
 
 @pytest.mark.parametrize("shape", [GatedDeltaShape(2, 6, 4, 12)])

@@ -27,7 +27,8 @@ class Component(ABC):
     name: str
     every_boundary = False
     """True if a hit may end at every page boundary the tree knows; `accepts`, `pin`, `unpin`, `used`,
-    `placed`, `demoted` and `removed` are then never called, for the tree's own path pins suffice."""
+    `placed`, `demoted` and `removed` are then never called, for the tree's own path pins suffice. Of the others
+    the tree calls `pin`, `used` and `placed` where they are overridden."""
     until_copied = False
     """True if only a receipt that has just been acquired holds its states, until they are copied."""
     index: int
@@ -60,6 +61,34 @@ class Component(ABC):
     @abstractmethod
     def attach(self, payload: Any, start: int, end: int) -> tuple[Any, list[Any]]:
         """Value of a new node for payload tokens [start, end), and the pieces it takes over."""
+
+    def enter(self, payload: Any, length: int) -> Any:
+        """`attach` a payload's `length` tokens and `adopt` what they take over, in one step: the value. All or
+        nothing. Most inserts are this, so components may override it by something faster."""
+        value, pieces = self.attach(payload, 0, length)
+        if pieces:
+            self.adopt(pieces)
+        return value
+
+    def leave(self, value: Any) -> None:
+        """Undo `enter`."""
+        pieces = self.pieces(value)
+        if pieces:
+            self.disown(pieces)
+
+    def lengthen(self, data: Any, payload: Any, length: int) -> Any:
+        """`grow` by a payload's `length` tokens and `adopt`, in one step: the node's new value, or None."""
+        grown = self.grow(data, payload, 0, length)
+        if grown is None:
+            return None
+        value, pieces = grown
+        if pieces:
+            self.adopt(pieces)
+        return value
+
+    @abstractmethod
+    def pieces(self, value: Any) -> list[Any]:
+        """All that a node's value holds; empty if nothing."""
 
     @abstractmethod
     def grow(self, data: Any, payload: Any, start: int, end: int) -> tuple[Any, list[Any]] | None:
@@ -127,3 +156,7 @@ class Component(ABC):
     @abstractmethod
     def check(self, held: list[tuple[Any, int]]) -> None:
         """Assert that the (value, tokens) of all nodes are sound and agree with the allocator."""
+
+
+Held = tuple[Component, Any]
+"""A component, and what its `pin` returned."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _INT32 = np.dtype(np.int32)
 _ID_BYTES = 4
-_TREE, _PRIVATE = PageState.TREE, PageState.PRIVATE
+_TREE, _PRIVATE = int(PageState.TREE), int(PageState.PRIVATE)  # members of an enumeration are slower
 
 
 class FullAttention(Component):
@@ -35,6 +35,20 @@ class FullAttention(Component):
     def attach(self, payload: np.ndarray, start: int, end: int) -> tuple[bytes, list[np.ndarray]]:
         pages = payload[start // self.page_size : end // self.page_size] if start else payload
         return pages.tobytes(), [pages]
+
+    def enter(self, payload: np.ndarray, length: int) -> bytes:
+        ids = payload.tobytes()
+        if len(ids) == _ID_BYTES:
+            self.allocator.hand_over(int.from_bytes(ids, "little"))
+        else:
+            self.allocator.transfer(payload, _PRIVATE, _TREE)
+        return ids
+
+    def lengthen(self, data: bytes, payload: np.ndarray, length: int) -> bytes:
+        return data + self.enter(payload, length)
+
+    def pieces(self, value: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(value, _INT32)]
 
     def grow(self, data: bytes, payload: np.ndarray, start: int, end: int) -> tuple[bytes, list[np.ndarray]]:
         pages = payload[start // self.page_size : end // self.page_size] if start else payload

@@ -7,7 +7,7 @@ a receipt holds a pinned path until it is released.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from engine.cache.full import path_pages
 from engine.cache.key import Namespace
 
 if TYPE_CHECKING:
+    from engine.cache.component import Held
     from engine.cache.node import Node
 
 
@@ -56,7 +57,7 @@ class Receipt:
 
     __slots__ = ("held", "length", "node")
 
-    def __init__(self, node: Node, length: int, held: list[Any] | None) -> None:
+    def __init__(self, node: Node, length: int, held: list[Held] | None) -> None:
         self.node: Node | None = node
         """The node that ends at `length`; None once released."""
         self.length = length

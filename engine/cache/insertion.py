@@ -7,15 +7,15 @@ undone, comes last, and moving the pin, which cannot fail, after it. Ignores rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.cache.component import Component
+from engine.cache.component import Component, Held
 from engine.cache.node import Node
 from engine.cache.radix_tree import TOKEN_BYTES, RadixTree
 
 
-def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> tuple[Node, int, list[Any] | None]:
+def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: Sequence[Any]) -> tuple[Node, int, list[Held] | None]:
     """Make the path for `tokens` below `node`, all or nothing.
 
     Returns its last node, the bytes the tree had already, and what the restricting components
@@ -24,9 +24,9 @@ def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> t
     step = Insertion(tree, payloads)
     try:
         target, known = step.insert(node, tokens)
-        held = hold(tree, target, target.end, copying=False) if tree.picky else None
-        if held is not None:
-            step.undo.append(lambda: let_go(tree, held))
+        held = hold(tree.lasting, target, target.end) if tree.lasting else None
+        if held:
+            step.undo.append(lambda: let_go(held))
         step.discard_surplus()
     except BaseException:
         step.roll_back()
@@ -37,37 +37,67 @@ def insert(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> t
     return target, known, held
 
 
-def append(tree: RadixTree, node: Node, tokens: bytes, payloads: list[Any]) -> tuple[Node, list[Any]]:
-    """As `insert`, for tokens of which nothing is known below `node`: most inserts of a tree with several
-    components, and far fewer steps."""
-    components, length = tree.components, len(tokens) // TOKEN_BYTES
-    offers: list[Any] = []
+def append(tree: RadixTree, node: Node, tokens: bytes, payloads: Sequence[Any]) -> tuple[Node, list[Held] | None]:
+    """As `insert`, for tokens of which nothing is known below `node`: most inserts, in far fewer steps."""
+    length = len(tokens) // TOKEN_BYTES
     if node.pins == 1 and not node.children and node.parent is not None:
-        offers = [component.grow(node.data[i], payloads[i], 0, length) for i, component in enumerate(components)]
-    grows = bool(offers) and None not in offers
-    if not grows:
-        offers = [component.attach(payloads[i], 0, length) for i, component in enumerate(components)]
-    taken: list[tuple[Component, list[Any]]] = []
-    edge, data, fresh = node.edge, node.data, None
+        values = _lengthened(tree, node, payloads, length)
+        if values is not None:
+            return node, _grow(tree, node, tokens, values)
+    values, fresh = [], None
     try:
-        for component, (_, pieces) in zip(components, offers, strict=True):
-            if pieces:
-                component.adopt(pieces)
-                taken.append((component, pieces))
-        values = [value for value, _ in offers]
-        if grows:
-            tree.grow(node, tokens, values)
-            fresh = node
-        else:
-            fresh = tree.add_child(node, tokens, values)
-        return fresh, hold(tree, fresh, fresh.end, copying=False)
+        for component in tree.components:
+            values.append(component.enter(payloads[component.index], length))
+        fresh = tree.add_child(node, tokens, values)
+        return fresh, hold(tree.lasting, fresh, fresh.end) if tree.lasting else None
     except BaseException:
-        if fresh is node:
-            tree.shrink(node, edge, data)
-        elif fresh is not None:
+        if fresh is not None:
             tree.remove_child(fresh)
-        for component, pieces in reversed(taken):
-            component.disown(pieces)
+        for component, value in reversed(list(zip(tree.components, values, strict=False))):
+            component.leave(value)
+        raise
+
+
+def _lengthened(tree: RadixTree, node: Node, payloads: Sequence[Any], length: int) -> list[Any] | None:
+    """The values of a longer `node`, what they take over adopted; None if its present end must stay one."""
+    data = node.data
+    if len(data) == 1:
+        value = tree.components[0].lengthen(data[0], payloads[0], length)
+        return None if value is None else [value]
+    values: list[Any] = list(data)
+    done: list[Component] = []
+    try:
+        for component in reversed(tree.components):  # the last are those that may refuse
+            index = component.index
+            value = component.lengthen(data[index], payloads[index], length)
+            if value is None:
+                _shorten(node, values, done)
+                return None
+            values[index] = value
+            done.append(component)
+    except BaseException:
+        _shorten(node, values, done)
+        raise
+    return values
+
+
+def _shorten(node: Node, values: list[Any], done: list[Component]) -> None:
+    """Undo `lengthen` for those components."""
+    size = len(node.edge) // TOKEN_BYTES
+    for component in reversed(done):
+        component.leave(component.split(values[component.index], size)[1])
+
+
+def _grow(tree: RadixTree, node: Node, tokens: bytes, values: list[Any]) -> list[Held] | None:
+    edge, data = node.edge, node.data
+    tree.grow(node, tokens, values)
+    if not tree.lasting:
+        return None
+    try:
+        return hold(tree.lasting, node, node.end)
+    except BaseException:
+        tree.shrink(node, edge, data)
+        _shorten(node, values, list(tree.components))
         raise
 
 
@@ -76,7 +106,7 @@ class Insertion:
 
     __slots__ = ("payloads", "surplus", "tree", "undo")
 
-    def __init__(self, tree: RadixTree, payloads: list[Any]) -> None:
+    def __init__(self, tree: RadixTree, payloads: Sequence[Any]) -> None:
         self.tree = tree
         self.payloads = payloads
         self.surplus: list[list[Any]] = []
@@ -157,21 +187,21 @@ class Insertion:
                 self.undo.append(lambda component=component, taken=taken: component.disown(taken))
 
 
-def hold(tree: RadixTree, node: Node, length: int, copying: bool) -> list[Any]:
-    """What each restricting component holds for a hit of `length` tokens at `node`; all or nothing. None
-    stands for what a receipt that is not `copying` states has no use for."""
-    held: list[Any] = []
+def hold(components: tuple[Component, ...], node: Node, length: int) -> list[Held] | None:
+    """What these components hold for a hit of `length` tokens at `node`, None for nothing; all or nothing."""
+    held: list[Held] | None = None
     try:
-        for _, component in tree.picky:
-            held.append(component.pin(node, length) if copying or not component.until_copied else None)
+        for component in components:
+            taken = component.pin(node, length)
+            if taken is not None:
+                held = [(component, taken)] if held is None else [*held, (component, taken)]
     except BaseException:
-        let_go(tree, held)
+        let_go(held or [])
         raise
     return held
 
 
-def let_go(tree: RadixTree, held: list[Any]) -> None:
+def let_go(held: list[Held]) -> None:
     """Give back what `hold` returned."""
-    for (_, component), taken in zip(tree.picky, held, strict=False):
-        if taken is not None:
-            component.unpin(taken)
+    for component, taken in held:
+        component.unpin(taken)

@@ -47,16 +47,18 @@ class Node:
 class Root(Node):
     """The empty prefix of one namespace.
 
-    `queue` holds its unpinned leaves. A `retired` root is evict-first whatever its epoch. A
-    `doomed` one has been flushed: no longer reachable, its pinned nodes go as they are released.
+    `age` orders what components evict: the namespace's epoch, or less than any once retired. `queue` holds
+    its unpinned leaves. A `retired` root is evict-first whatever its epoch. A `doomed` one has been flushed: no
+    longer reachable, its pinned nodes go as they are released.
     """
 
-    __slots__ = ("doomed", "namespace", "queue", "retired")
+    __slots__ = ("age", "doomed", "namespace", "queue", "retired")
 
     def __init__(self, namespace: Namespace, queue: LeafQueue) -> None:
         super().__init__(None, b"", 0, [])
         self.root = self
         self.namespace = namespace
+        self.age = namespace.epoch
         self.queue = queue
         self.retired = False
         self.doomed = False

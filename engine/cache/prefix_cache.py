@@ -30,6 +30,8 @@ from engine.memory.allocator import PageAllocator
 _RETIRED = -1
 """Key of the retired roots' leaf queue: before every epoch."""
 
+_INT32 = np.dtype(np.int32)
+
 
 class PrefixCache:
     """Prefixes of whole pages, by namespace. Tokens are little-endian int32 bytes throughout.
@@ -46,6 +48,8 @@ class PrefixCache:
         self.components = components or (FullAttention(allocator, page_size),)
         assert isinstance(self.components[0], FullAttention), "the first component holds the full-attention pages"
         self.tree = RadixTree(page_size, self.components)
+        self._others = tuple(component.name for component in self.components[1:])
+        self._nothing = (None,) * len(self._others)
         self._epoch = 0
         self._receipts = 0
         self._lookup_tokens = self._hit_tokens = 0
@@ -85,7 +89,7 @@ class PrefixCache:
         try:
             if node.end != length:
                 node, undo = tree.split(node, len(node.edge) - (node.end - length) * TOKEN_BYTES)
-            held = hold(tree, node, length, copying=True) if tree.picky else None
+            held = hold(tree.holders, node, length) if tree.holders else None
         except BaseException:
             if undo is not None:
                 undo()
@@ -113,27 +117,26 @@ class PrefixCache:
         node = receipt.node or live_node(receipt)
         num_bytes, start = len(tokens), receipt.length
         assert num_bytes == len(pages) * tree.page_bytes, f"{num_bytes} token bytes for {len(pages)} pages"
-        assert pages.dtype == np.int32, f"page ids: expected int32, got {pages.dtype}"
+        assert pages.dtype == _INT32, f"page ids: expected int32, got {pages.dtype}"
         if not num_bytes:
             return Extension(start, start, pages, 0)
-        fresh = tokens[: tree.page_bytes] not in node.children
-        if fresh and len(self.components) == 1:
-            target, known, held = tree.append(node, tokens, pages), 0, None
+        payloads = [pages, *(self._nothing if states is None else map(states.get, self._others))]
+        if tokens[: tree.page_bytes] not in node.children:
+            known, (target, held) = 0, append(tree, node, tokens, payloads)
         else:
-            payloads = [pages, *((states or {}).get(component.name) for component in self.components[1:])]
-            if fresh:
-                known, (target, held) = 0, append(tree, node, tokens, payloads)
-            else:
-                target, known, held = insert(tree, node, tokens, payloads)
+            target, known, held = insert(tree, node, tokens, payloads)
         if target is not node:
-            tree.pin(target)
-            tree.unpin(node)
+            if not target.pins and target.parent is node:
+                tree.sink(target)
+            else:
+                tree.pin(target)
+                tree.unpin(node)
         tree.clock += 1
         target.stamp = tree.clock
         target.rank = NORMAL
-        if receipt.held is not None:
-            let_go(tree, receipt.held)
-            receipt.held = held
+        if receipt.held:
+            let_go(receipt.held)
+        receipt.held = held
         receipt.node = target
         receipt.length = target.end
         self._inserted_tokens += (num_bytes - known) // TOKEN_BYTES
@@ -146,7 +149,7 @@ class PrefixCache:
         """`n` further receipts for what `receipt` covers, each to be released on its own. States that are
         copied before use are the forked requests' to hand on; these receipts hold none of them."""
         node, length, tree = live_node(receipt), receipt.length, self.tree
-        if not tree.picky:
+        if not tree.lasting:
             if n:
                 tree.pin(node, n)
             self._receipts += n
@@ -154,7 +157,7 @@ class PrefixCache:
         forks: list[Receipt] = []
         try:
             for _ in range(n):
-                held = hold(tree, node, length, copying=False)
+                held = hold(tree.lasting, node, length)
                 tree.pin(node)
                 self._receipts += 1
                 forks.append(Receipt(node, length, held))
@@ -170,11 +173,11 @@ class PrefixCache:
         tree = self.tree
         node = receipt.node or live_node(receipt)
         node.rank = COLD if cold else NORMAL
-        if receipt.held is not None:
-            let_go(tree, receipt.held)
+        if receipt.held:
+            let_go(receipt.held)
             receipt.held = None
-        for _, component in tree.picky:
-            component.used(node, receipt.length)
+        for used in tree.users:
+            used(node, receipt.length)
         receipt.node = None
         self._receipts -= 1
         tree.clock += 1
@@ -192,11 +195,14 @@ class PrefixCache:
 
     def copied(self, receipt: Receipt) -> None:
         """The states that an acquired receipt starts from have been copied: they need not stay."""
-        if receipt.held is not None:
-            for place, (_, component) in enumerate(self.tree.picky):
-                if component.until_copied and receipt.held[place] is not None:
-                    component.unpin(receipt.held[place])
-                    receipt.held[place] = None
+        if receipt.held:
+            kept = []
+            for each in receipt.held:
+                if each[0].until_copied:
+                    each[0].unpin(each[1])
+                else:
+                    kept.append(each)
+            receipt.held = kept
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -241,7 +247,7 @@ class PrefixCache:
         retired = [root for root in tree.roots.values() if not root.retired and predicate(root.namespace)]
         for root in retired:
             queue = tree.queues.setdefault(_RETIRED, LeafQueue())
-            root.retired = True
+            root.retired, root.age = True, _RETIRED
             tree.move_leaves(root, queue)
             tree.demote(root)
         return len(retired)

@@ -31,6 +31,13 @@ class RadixTree:
         self.components = components
         self.picky = tuple((i, c) for i, c in enumerate(components) if not c.every_boundary)
         """The components that restrict where a hit may end."""
+        restricting = [component for _, component in self.picky]
+        self._acceptors = tuple((component.name, component.accepts) for component in restricting)
+        self._placers = tuple(each.placed for each in restricting if type(each).placed is not Component.placed)
+        self.users = tuple(each.used for each in restricting if type(each).used is not Component.used)
+        self.holders = tuple(each for each in restricting if type(each).pin is not Component.pin)
+        """Those that hold something for a receipt, and of them those that do for longer than copying takes."""
+        self.lasting = tuple(each for each in self.holders if not each.until_copied)
         for index, component in enumerate(components):
             component.index = index
         self.roots: dict[Namespace, Root] = {}
@@ -89,9 +96,9 @@ class RadixTree:
         """
         blamed = ""
         while node.parent is not None:
-            for _, component in self.picky:
-                if not component.accepts(node, reached):
-                    blamed = blamed or component.name
+            for name, accepts in self._acceptors:
+                if not accepts(node, reached):
+                    blamed = blamed or name
                     break
             else:
                 return node, reached, blamed
@@ -172,13 +179,14 @@ class RadixTree:
         self.num_nodes += 1
         self.total_bytes += len(edge)
         self.changes += 1
-        self.settle(node)
+        for placed in self._placers:
+            placed(node)
         return node
 
     def settle(self, node: Node) -> None:
         """Tell the restricting components that the node's values are in place."""
-        for _, component in self.picky:
-            component.placed(node)
+        for placed in self._placers:
+            placed(node)
 
     def demote(self, root: Root) -> None:
         """Tell the restricting components that the root was retired."""
@@ -225,24 +233,6 @@ class RadixTree:
         self.changes += 1
         self.settle(node)
 
-    def append(self, node: Node, tokens: bytes, payload: Any) -> Node:
-        """Put `tokens`, of which nothing is known below `node`, there; the node that ends them.
-
-        For trees of one component: adopting its pieces is then the one step that can fail, and
-        nothing has changed before it.
-        """
-        component = self.components[0]
-        length = len(tokens) // TOKEN_BYTES
-        if node.pins == 1 and not node.children and node.parent is not None:
-            grown = component.grow(node.data[0], payload, 0, length)
-            if grown is not None:
-                component.adopt(grown[1])
-                self.grow(node, tokens, [grown[0]])
-                return node
-        data, pieces = component.attach(payload, 0, length)
-        component.adopt(pieces)
-        return self.add_child(node, tokens, [data])
-
     def move_leaves(self, root: Root, queue: LeafQueue) -> None:
         """Let `queue` hold the root's unpinned leaves from now on."""
         old = root.queue
@@ -272,6 +262,13 @@ class RadixTree:
                 return
             pins = step.pins
             step.pins = pins + 1
+
+    def sink(self, child: Node) -> None:
+        """Move a pin from a node to a child that has none: the node then has one more pinned child."""
+        if child.queued:
+            child.root.queue.remove(child)
+        child.pins = 1
+        self.pinned_bytes += len(child.edge)
 
     def unpin(self, node: Node) -> None:
         """Undo one pin; a leaf that nothing holds any longer may be evicted, in a doomed root goes."""

@@ -17,41 +17,36 @@ Key = tuple[Any, ...]
 
 class ReclaimQueue:
     """Nodes by ascending key; equal keys in the order of `put`. A key may have grown since: whoever takes a
-    node out looks at it again, so that using a node costs nothing here."""
+    node out looks at it again, so that using a node costs nothing here. Keys start with the root's age and the
+    node's rank: what goes first whatever its use."""
 
-    __slots__ = ("_entries", "_heap", "_puts")
+    __slots__ = ("_heap", "_puts", "entries")
 
     def __init__(self) -> None:
-        self._entries: dict[Node, tuple[Key, int]] = {}
+        self.entries: dict[Node, tuple[Key, int, Node]] = {}
+        """By node, for asking whether it is here; what is in the heap and not here is stale."""
         self._heap: list[tuple[Key, int, Node]] = []
         self._puts = 0
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self._entries
-
     def put(self, node: Node, key: Key) -> None:
         """Add a node, or give it another key."""
-        self._puts += 1
-        self._entries[node] = key, self._puts
-        heappush(self._heap, (key, self._puts, node))
-        if len(self._heap) > 64 + 2 * len(self._entries):
-            self._heap = [(key, count, node) for node, (key, count) in self._entries.items()]
+        self._puts = count = self._puts + 1
+        self.entries[node] = entry = (key, count, node)
+        heap = self._heap
+        heappush(heap, entry)
+        if len(heap) > 64 + 2 * len(self.entries):
+            self._heap = list(self.entries.values())
             heapify(self._heap)
 
     def remove(self, node: Node) -> None:
-        self._entries.pop(node, None)
+        self.entries.pop(node, None)
 
     def pop(self) -> tuple[Node, Key] | None:
         """Take out the first node and its key; None when empty."""
         while self._heap:
-            key, count, node = heappop(self._heap)
-            if self._entries.get(node) == (key, count):
-                del self._entries[node]
-                return node, key
+            entry = heappop(self._heap)
+            node = entry[2]
+            if self.entries.get(node) is entry:
+                del self.entries[node]
+                return node, entry[0]
         return None
-
-
-def age(node: Node) -> tuple[int, int]:
-    """What goes first whatever its use: retired roots, earlier epochs, what was released as cold."""
-    root = node.root
-    return -1 if root.retired else root.namespace.epoch, node.rank

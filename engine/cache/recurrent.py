@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.cache.component import Component
-from engine.cache.reclaim import ReclaimQueue, age
+from engine.cache.reclaim import ReclaimQueue
 from engine.memory.allocator import PageAllocator, PageState
 
 if TYPE_CHECKING:
     from engine.cache.node import Node
     from engine.cache.radix_tree import RadixTree
 
-_TREE, _PRIVATE = PageState.TREE, PageState.PRIVATE
+_TREE, _PRIVATE = int(PageState.TREE), int(PageState.PRIVATE)  # members of an enumeration are slower
 
 
 class Snapshot(NamedTuple):
@@ -68,9 +68,11 @@ class RecurrentState(Component):
         return boundary == node.end and node.data[self.index].slot != 0
 
     def pin(self, node: Node, length: int) -> Node | None:
-        if node.parent is None or not node.data[self.index].slot:
+        if node.parent is None:
             return None
         data: NodeState = node.data[self.index]
+        if not data.slot:
+            return None
         self._pinned += not data.pins
         data.pins += 1
         return node
@@ -81,7 +83,7 @@ class RecurrentState(Component):
             data.pins -= 1
             self._pinned -= not data.pins
             data.credit = self._credit
-            if held not in self._queue:
+            if held not in self._queue.entries:
                 self._queue.put(held, self._key(held))
 
     # Structure -------------------------------------------------------------------------------
@@ -91,6 +93,17 @@ class RecurrentState(Component):
             return NodeState(), []
         assert payload.tokens == end, f"a state after {payload.tokens} tokens for an insert of {end}"
         return NodeState(payload.slot), [payload.slot]
+
+    def enter(self, payload: Snapshot | None, length: int) -> NodeState:
+        if payload is None:
+            return NodeState()
+        slot, tokens = payload
+        assert tokens == length, f"a state after {tokens} tokens for an insert of {length}"
+        self.allocator.hand_over(slot)
+        return NodeState(slot)
+
+    def pieces(self, value: NodeState) -> list[int]:
+        return [value.slot] if value.slot else []
 
     def grow(
         self, data: NodeState, payload: Snapshot | None, start: int, end: int
@@ -116,8 +129,8 @@ class RecurrentState(Component):
         """In use now: what it is worth counts from here."""
         data: NodeState = node.data[self.index]
         if data.slot:
-            data.credit = self._credit
-            self._queue.put(node, self._key(node))
+            data.credit = credit = self._credit
+            self._queue.put(node, (node.root.age, node.rank, credit + self.worth(node)))
         else:
             self._queue.remove(node)
 
@@ -130,13 +143,15 @@ class RecurrentState(Component):
 
     def worth(self, node: Node) -> int:
         """Tokens between the node's end and the nearest snapshot above it."""
-        above = node.parent
-        while above is not None and above.parent is not None and not above.data[self.index].slot:
+        index, above = self.index, node.parent
+        while above is not None and above.parent is not None:
+            if above.data[index].slot:
+                return node.end - above.end
             above = above.parent
-        return node.end - (0 if above is None else above.end)
+        return node.end
 
     def _key(self, node: Node) -> tuple[int, int, int]:
-        return *age(node), node.data[self.index].credit + self.worth(node)
+        return node.root.age, node.rank, node.data[self.index].credit + self.worth(node)
 
     # Ownership -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.cache.component import Component
-from engine.cache.reclaim import ReclaimQueue, age
+from engine.cache.reclaim import ReclaimQueue
 from engine.memory.allocator import PageAllocator, PageState
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.cache.radix_tree import RadixTree
 
 _INT32 = np.dtype(np.int32)
-_TREE, _PRIVATE = PageState.TREE, PageState.PRIVATE
+_TREE, _PRIVATE = int(PageState.TREE), int(PageState.PRIVATE)  # members of an enumeration are slower
 
 
 class WindowPages:
@@ -76,32 +76,32 @@ class SlidingWindow(Component):
     # Matching --------------------------------------------------------------------------------
 
     def accepts(self, node: Node, boundary: int) -> bool:
-        missing = min(self.reach, boundary)
+        index, low = self.index, max(0, boundary - self.reach)
         step = node
-        while step.parent is not None:
-            start = step.parent.end
-            gap = step.data[self.index].holes * self.page_size
-            missing -= boundary - start - gap
-            if missing <= 0 or gap:
-                break
-            boundary, step = start, step.parent
-        return missing <= 0
+        while (parent := step.parent) is not None:
+            start, holes = parent.end, step.data[index].holes
+            if holes:
+                return start + holes * self.page_size <= low
+            if start <= low:
+                return True
+            step = parent
+        return True
 
     def used(self, node: Node, length: int) -> None:
         low = length - self.reach
         self._clock += 1
-        index, clock, queue = self.index, self._clock, self._queue
+        index, clock, entries = self.index, self._clock, self._queue.entries
         step = node
-        while step.parent is not None and step.end > low:
+        while (parent := step.parent) is not None and step.end > low:
             data: WindowPages = step.data[index]
             data.used = clock
-            if step not in queue or not step.rank:
+            if step not in entries or not step.rank:
                 self._enqueue(step, data)
-            step = step.parent
+            step = parent
 
     def _enqueue(self, node: Node, data: WindowPages) -> None:
-        if data.holes < len(data):
-            self._queue.put(node, (*age(node), data.used))
+        if 4 * data.holes < len(data.ids):
+            self._queue.put(node, (node.root.age, node.rank, data.used))
 
     def _nearest_end(self, node: Node) -> float:
         """Depth of the shallowest receipt at or below `node`, if its window reaches into it."""
@@ -125,6 +125,17 @@ class SlidingWindow(Component):
     def attach(self, payload: np.ndarray | None, start: int, end: int) -> tuple[WindowPages, list[np.ndarray]]:
         offered, holes = self._offer(payload, start, end)
         return WindowPages(offered.tobytes(), holes), [offered[holes:]] if holes < len(offered) else []
+
+    def enter(self, payload: np.ndarray | None, length: int) -> WindowPages:
+        if payload is not None:
+            ids = payload.tobytes()
+            if len(ids) == 4 and (page := int.from_bytes(ids, "little")):
+                self.allocator.hand_over(page)
+                return WindowPages(ids, 0)
+        return super().enter(payload, length)
+
+    def pieces(self, value: WindowPages) -> list[np.ndarray]:
+        return [value.live] if value.holes < len(value) else []
 
     def grow(
         self, data: WindowPages, payload: np.ndarray | None, start: int, end: int
@@ -161,8 +172,10 @@ class SlidingWindow(Component):
         return WindowPages(data.ids[: 4 * cut], min(data.holes, cut), data.used), [gone] if len(gone) else []
 
     def placed(self, node: Node) -> None:
-        if node not in self._queue:
-            self._enqueue(node, node.data[self.index])
+        if node not in self._queue.entries:
+            data: WindowPages = node.data[self.index]
+            if 4 * data.holes < len(data.ids):
+                self._queue.put(node, (node.root.age, node.rank, data.used))
 
     def demoted(self, node: Node) -> None:
         self._enqueue(node, node.data[self.index])
@@ -209,7 +222,7 @@ class SlidingWindow(Component):
                 break
             node, key = entry
             data: WindowPages = node.data[self.index]
-            if (now := (*age(node), data.used)) > key:
+            if (now := (node.root.age, node.rank, data.used)) > key:
                 self._queue.put(node, now)
                 continue
             free = len(data) - data.holes - self._reached(node, self._nearest_end(node))

@@ -71,7 +71,7 @@ class PageAllocator:
     def num_free(self) -> int:
         return self._counts[0]
 
-    def count(self, state: PageState) -> int:
+    def count(self, state: int) -> int:
         """Pages in `state`."""
         return self._counts[state]
 
@@ -104,7 +104,7 @@ class PageAllocator:
                 return self._take(stop, n)
         return self._gather(n)
 
-    def free(self, ids: np.ndarray, owner: PageState) -> None:
+    def free(self, ids: np.ndarray, owner: int) -> None:
         """Give pages held as `owner` back. All or nothing; raises `OwnershipError`."""
         assert owner, "pages that are free cannot be freed"
         filled, stop_of, start_of = self._map, self._stop_of, self._start_of
@@ -129,7 +129,7 @@ class PageAllocator:
         self._counts[owner] -= len(ids)
         self._counts[0] += len(ids)
 
-    def transfer(self, ids: np.ndarray, src: PageState, dst: PageState) -> None:
+    def transfer(self, ids: np.ndarray, src: int, dst: int) -> None:
         """Move pages from owner `src` to `dst`, neither of them FREE. All or nothing."""
         assert src and dst, "use alloc and free to move pages from and to FREE"
         n = len(ids)
@@ -144,6 +144,16 @@ class PageAllocator:
             self._map[start:stop] = fill * (stop - start)
         counts[src] -= n
         counts[dst] += n
+
+    def hand_over(self, page: int) -> None:
+        """`transfer` of one PRIVATE page to the TREE: most inserts do nothing else."""
+        filled = self._map
+        if not 0 < page <= self.num_pages or filled[page] != 2:
+            raise self._not_owned(range(page, page + 1), PRIVATE)
+        filled[page] = 1
+        counts = self._counts
+        counts[2] -= 1
+        counts[1] += 1
 
     def check(self) -> None:
         """Every page is in exactly one state, the counters and the extents agree with the map."""
@@ -205,7 +215,7 @@ class PageAllocator:
         if not bin_:
             self._filled ^= 1 << order
 
-    def _runs(self, ids: np.ndarray, owner: PageState) -> Runs:
+    def _runs(self, ids: np.ndarray, owner: int) -> Runs:
         """`ids` as disjoint runs, all held as `owner`; raises before anything has changed."""
         n = len(ids)
         if n == 0:
@@ -226,13 +236,14 @@ class PageAllocator:
                 raise self._not_owned(range(start, stop), owner)
         return runs
 
-    def _not_owned(self, pages: range, owner: PageState) -> OwnershipError:
+    def _not_owned(self, pages: range, owner: int) -> OwnershipError:
         for page in pages:
             if not 0 < page <= self.num_pages:
                 return OwnershipError(f"page {page} is outside 1..{self.num_pages}")
             if self._map[page] != owner:
-                return OwnershipError(f"page {page}: expected {owner.name}, is {PageState(self._map[page]).name}")
-        raise AssertionError(f"all of {pages} are {owner.name}")
+                found = PageState(self._map[page]).name
+                return OwnershipError(f"page {page}: expected {PageState(owner).name}, is {found}")
+        raise AssertionError(f"all of {pages} are {PageState(owner).name}")
 
 
 def _runs_of_few(ids: list[int]) -> Runs:

@@ -22,6 +22,14 @@ class FaultyFullAttention(FullAttention):
             if self.fuse < 0:
                 raise Injected
 
+    def enter(self, payload, length):
+        self._burn()
+        return super().enter(payload, length)
+
+    def lengthen(self, data, payload, length):
+        self._burn()
+        return super().lengthen(data, payload, length)
+
     def attach(self, payload, start, end):
         self._burn()
         return super().attach(payload, start, end)

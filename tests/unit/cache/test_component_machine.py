@@ -50,7 +50,7 @@ def faulty(kind: type, *methods: str) -> type:
     return type(f"Faulty{kind.__name__}", (Faulty, kind), {name: wrap(name) for name in methods})
 
 
-BOTH = ("attach", "grow", "overlap", "split", "adopt")
+BOTH = ("enter", "lengthen", "attach", "grow", "overlap", "split", "adopt")
 Full, Window = faulty(FullAttention, *BOTH, "discard"), faulty(SlidingWindow, *BOTH, "pin")
 Recurrent = faulty(RecurrentState, *BOTH, "pin")
 

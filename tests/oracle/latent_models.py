@@ -12,6 +12,7 @@ import torch
 MOE = dict(
     moe_intermediate_size=24,
     n_routed_experts=8,
+    n_shared_experts=1,
     n_group=4,
     topk_group=2,
     num_experts_per_tok=3,

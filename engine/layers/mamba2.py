@@ -29,6 +29,10 @@ from engine.layers.replay import StepRows
 from engine.models.mamba2 import Mamba2Spec
 from engine.parallel import TensorParallel
 
+CHUNK = 64
+"""Tokens that are computed side by side. Chunks end at multiples of it, counted from a sequence's first token: who
+goes on from a state that was kept there computes the same bits."""
+
 Operation = Callable[..., torch.Tensor]
 
 
@@ -110,7 +114,7 @@ class Mamba2(Mixer):
         if step.sequential:
             out_TE = run.step(*given)
         else:
-            out_TE = run.chunks(*given, rows.positions_R, self.kind.grid)
+            out_TE = run.chunks(*given, rows.positions_R, CHUNK)
         return run.gate(out_TE, gate_TE, self._norm())
 
     def steps(self, inputs_TI: torch.Tensor, states: States, rows: StepRows, keep: bool) -> torch.Tensor:

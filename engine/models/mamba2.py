@@ -14,15 +14,15 @@ from engine.errors import InvalidRequest
 from engine.models import config_fields as fields
 from engine.models.mixers import StateTensor, Whole
 
-CHUNK = 64
-"""Tokens that a prompt's chunks are computed in, and so the grid of states."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec:
     """`heads` of `head_dim` with states of `state` numbers for each of these; `groups` of heads share B and C. A
     convolution over `width` tokens comes before. What is put out is gated, and normed behind the gate or before
-    it. Step sizes lie between `low` and `high`. `scales` multiply the product's five parts: gate, x, B, C, steps."""
+    it. Step sizes lie between `low` and `high`. `scales` multiply the product's five parts: gate, x, B, C, steps.
+
+    States are kept at any page's end: where a sequence was cut moves fp32 sums by a few bits, and none where steps
+    are computed one after the other (`StateStep.sequential`)."""
 
     heads: int
     head_dim: int
@@ -37,7 +37,7 @@ class Mamba2Spec:
     high: float = float("inf")
     scales: tuple[float, float, float, float, float] | None = None
     name: str = "mamba"
-    grid: int = CHUNK
+    grid: int = 1
 
     @property
     def inner(self) -> int:

@@ -18,14 +18,31 @@ from tests.support import (
 from tests.unit.engine.schedules import fuzz
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", FULL, "mlp"],
+    "num_hidden_layers": None,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+}
 KINDS = {
     "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING], "num_hidden_layers": 3}),
     "lfm2": ("lfm2", {"layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3, "block_multiple_of": 32}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "falcon-h1": ("falcon_h1", MAMBA2 | {"mamba_d_ssm": 128, "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8]}),
+    "nemotron-h": ("nemotron_h", NEMOTRON),
+    "granite": ("granitemoehybrid", MAMBA2 | {"layer_types": ["linear_attention", FULL], "num_local_experts": 0}),
 }
 
 
-@pytest.fixture(scope="session", params=list(KINDS))
+QUICK = ("gemma3", "lfm2", "gpt-oss", "falcon-h1")
+
+
+@pytest.fixture(
+    scope="session", params=[kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def folder(request, tmp_path_factory):
     kind, overrides = KINDS[request.param]
     return save_tiny(tmp_path_factory.mktemp(request.param), seed=4, kind=kind, **overrides)

@@ -14,11 +14,48 @@ from tests.oracle.model_oracle import (
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_head": 16}
+FACTORS = {
+    "mamba_d_ssm": 64,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+    "mlp_multipliers": [1.4, 0.7],
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", FULL, "mlp", "linear_attention"],
+    "num_hidden_layers": None,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "time_step_min": 0.2,
+}
+GRANITE = {
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "mamba_expand": 1,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": "rope",
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
 VARIANTS = {
     "gemma2": ("gemma2", {"sliding_window": 9, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}),
     "gemma3-scaled": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 40, "tie_word_embeddings": True}),
     "lfm2": ("lfm2", {"layer_types": ["conv", FULL, "conv"], "conv_bias": True, "block_multiple_of": 16}),
+    "falcon-h1": ("falcon_h1", MAMBA2 | FACTORS),
+    "falcon-h1-normed": ("falcon_h1", MAMBA2 | {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mlp_bias": True}),
+    "nemotron-h": ("nemotron_h", NEMOTRON),
+    "granite": ("granitemoehybrid", MAMBA2 | GRANITE),
     "gpt-oss": ("gpt_oss", {"sliding_window": 9, "num_local_experts": 8, "num_experts_per_tok": 3}),
     "gpt-oss-clamped": ("gpt_oss", {"sliding_window": 16, "num_local_experts": 4, "swiglu_limit": 0.3}),
 }

@@ -7,7 +7,8 @@ a row's tokens.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from engine.layers.pointwise import silu
 
 
 def causal_conv_reference(
@@ -40,4 +41,4 @@ def _sum(taps_LC: list[torch.Tensor], weight_CK: torch.Tensor, bias_C: torch.Ten
     total_LC = taps_LC[0] * weights_CK[:, 0]
     for tap, input_LC in enumerate(taps_LC[1:], 1):
         total_LC = torch.addcmul(total_LC, input_LC.float(), weights_CK[:, tap])
-    return F.silu(total_LC if bias_C is None else total_LC + bias_C)
+    return silu(total_LC if bias_C is None else total_LC + bias_C)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from engine.layers.pointwise import sigmoid, silu, softplus
 
 L2_EPS = 1e-6
 CHUNK = 64
@@ -65,7 +66,7 @@ class GatedDeltaHeads:
 
     def decays(self, raw_TH: torch.Tensor) -> torch.Tensor:
         """log of what is left of a state, fp32."""
-        return -self.rate_H.exp() * F.softplus(raw_TH.float() + self.bias_H)
+        return -self.rate_H.exp() * softplus(raw_TH.float() + self.bias_H)
 
 
 def split_convolved(qkv_TC: torch.Tensor, shape: GatedDeltaShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ def split_gates(
     raw_TH, strength_TH = (
         inputs_TI.index_select(1, columns.of(shape).to(inputs_TI.device)) for columns in (heads.raw, heads.strength)
     )
-    return heads.decays(raw_TH), strength_TH.float().sigmoid()
+    return heads.decays(raw_TH), sigmoid(strength_TH.float())
 
 
 def gdn_decode_reference(
@@ -177,4 +178,4 @@ def gdn_gate_reference(
     x_THV = x_TO.float().unflatten(1, (shape.value_heads, shape.value_dim))
     normed_THV = x_THV * torch.rsqrt(x_THV.square().mean(-1, keepdim=True) + eps)
     out_TO = (weight_V * normed_THV.to(x_TO.dtype)).flatten(1)
-    return (out_TO * F.silu(gate_TO.float())).to(x_TO.dtype)
+    return (out_TO * silu(gate_TO.float())).to(x_TO.dtype)

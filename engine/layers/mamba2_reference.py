@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from engine.layers.pointwise import silu, softplus
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Mamba2Heads:
     high: float = float("inf")
 
     def steps(self, raw_TH: torch.Tensor) -> torch.Tensor:
-        return F.softplus(raw_TH.float() + self.bias_H.float()).clamp(self.low, self.high)
+        return softplus(raw_TH.float() + self.bias_H.float()).clamp(self.low, self.high)
 
     @property
     def rate_H(self) -> torch.Tensor:
@@ -131,7 +132,7 @@ def mamba2_prefill_reference(
 
 
 def mamba2_gate_reference(x_TI: torch.Tensor, gate_TI: torch.Tensor, norm: GroupNorm | None) -> torch.Tensor:
-    wide_TI, factor_TI = x_TI.float(), F.silu(gate_TI.float())
+    wide_TI, factor_TI = x_TI.float(), silu(gate_TI.float())
     if norm is None:
         return (wide_TI * factor_TI).to(x_TI.dtype)
     if norm.gated_first:

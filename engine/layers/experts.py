@@ -77,7 +77,9 @@ class RoutedExperts(nn.Module):
 
         self.per_token, self.gate = experts.per_token, experts.gate
         count, hidden, width, shared = experts.count, spec.hidden, self.gate.width, self.gate.shared
-        self.gate_XD, self.correction_X = empty(count, hidden, dtype=torch.float32), empty(count, dtype=torch.float32)
+        self.gate_XD = empty(count, hidden, dtype=torch.float32)
+        self.correction_X = None if self.gate.softmax else empty(count, dtype=torch.float32)
+        self.shared_gate_1D = empty(1, hidden) if self.gate.weighed else None
         self.gate_up_RD = empty(count * 2 * width, hidden)
         """2 I rows an expert, gates first."""
         self.down_RI = empty(count * hidden, width)
@@ -90,15 +92,19 @@ class RoutedExperts(nn.Module):
         chosen_TK, weights_TK = self.choose(x_TD)
         out_TD = sum_of_experts(x_TD, chosen_TK, weights_TK.to(x_TD.dtype), len(self.gate_XD), self._expert)
         gate_TI, up_TI = self.gate_up_proj(x_TD, adapters).chunk(2, dim=1)
-        return out_TD.add_(self.down_proj(F.silu(gate_TI).mul_(up_TI), adapters))
+        shared_TD = self.down_proj(F.silu(gate_TI).mul_(up_TI), adapters)
+        if self.shared_gate_1D is not None:
+            shared_TD *= torch.sigmoid(linear(x_TD, self.shared_gate_1D, None))
+        return out_TD.add_(shared_TD)
 
     __call__ = forward
 
     def choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """chosen_TK and their weights_TK, fp32."""
         gate, count = self.gate, len(self.gate_XD)
-        scores_TX = torch.sigmoid(F.linear(x_TD.float(), self.gate_XD))
-        ranks_TX = scores_TX + self.correction_X
+        logits_TX = F.linear(x_TD.float(), self.gate_XD)
+        scores_TX = torch.softmax(logits_TX, -1) if gate.softmax else torch.sigmoid(logits_TX)
+        ranks_TX = scores_TX if self.correction_X is None else scores_TX + self.correction_X
         if gate.groups > 1:
             by_group_TGX = ranks_TX.unflatten(1, (gate.groups, count // gate.groups))
             best_TG = by_group_TGX.topk(min(2, count // gate.groups), dim=-1).values.sum(-1)

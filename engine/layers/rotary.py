@@ -79,10 +79,11 @@ class Rotary:
     def __init__(
         self, rope: RopeSpec, head_dim: int, context_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        frequencies, factor = inverse_frequencies(rope, head_dim)
+        width = int(head_dim * rope.part)
+        frequencies, factor = inverse_frequencies(rope, width)
         angles = torch.arange(context_len, dtype=torch.float32)[:, None] * frequencies[None, :]
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        self.half = head_dim // 2
+        self.half = width // 2
         self.cos_CE = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin_CE = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 
@@ -92,7 +93,9 @@ class Rotary:
         return cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
 
     def rotate_(self, x_THE: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> None:
-        """Rotate in place; each product is rounded before the sum."""
+        """Rotate in place, the first numbers of a head alone where the rope says so; each product is rounded
+        before the sum."""
+        x_THE = x_THE[..., : 2 * self.half]
         swapped = torch.roll(x_THE, self.half, -1).mul_(sin_T1E)
         x_THE.mul_(cos_T1E).add_(swapped)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
-from lora.geometry import Geometry, Kind, Part, Site, Split
+from lora.geometry import MAX_PARTS, Geometry, Kind, Part, Site, Split
 
 
 def block_inputs(spec: ModelSpec) -> dict[str, int]:
@@ -21,14 +21,14 @@ def block_inputs(spec: ModelSpec) -> dict[str, int]:
 
 def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
     """The embedding, then each layer's products (of mixer, attention and block), then the head. Experts are no
-    sites, but a shared one is."""
+    sites, but a shared one is. Of a mixer's product the first parts can be adapted, as many as a site has."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sites = [Site(spec.vocab_size, (Part(f"model.{spec.names.embedding}", spec.hidden),), Kind.EMBEDDING)]
     names = spec.names
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
         qkv = (
-            Part(f"{layer}.{names.q}", q_width),
+            Part(f"{layer}.{names.q}", q_width * (1 + spec.attention_gate)),
             Part(f"{layer}.{names.k}", kv_width),
             Part(f"{layer}.{names.v}", kv_width),
         )
@@ -37,7 +37,7 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
             prefix, (out, width) = f"{layer}.{mixer.name}", mixer.output(spec.hidden)
             parts = tuple(Part(f"{prefix}.{name}", rows) for name, rows in mixer.inputs(spec.hidden).items())
             sites += [
-                Site(spec.hidden, parts, split=Split.OUTPUTS),
+                Site(spec.hidden, parts[:MAX_PARTS], split=Split.OUTPUTS),
                 Site(width, (Part(f"{prefix}.{out}", spec.hidden),), split=Split.INPUTS),
             ]
         if spec.latent is not None and spec.layers[index].attends:

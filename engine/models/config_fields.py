@@ -60,16 +60,18 @@ def windowed_layers(config: Config, default: list[str], **fields: Any) -> tuple[
     return tuple(layers)
 
 
-def rope(config: Config, context_len: int) -> RopeSpec:
-    """`rope_parameters` (newer) or `rope_scaling` with `rope_theta` (older)."""
+def rope(config: Config, context_len: int, part: float = 1.0) -> RopeSpec:
+    """`rope_parameters` (newer) or `rope_scaling` with `rope_theta` (older). `part` is how much of a head turns
+    where that is not all and the configuration does not say."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in given.values()):
         raise Unsupported(field="rope_parameters", expected="one set for all layers", actual=given)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _ROPE_FIELDS:
         raise Unsupported(field="rope_type", expected=f"one of {sorted(_ROPE_FIELDS)}", actual=kind)
-    if given.get("partial_rotary_factor") not in (None, 1):
-        raise Unsupported(field="partial_rotary_factor", expected="1", actual=given["partial_rotary_factor"])
+    named = given.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if part == 1.0 and named not in (None, 1):
+        raise Unsupported(field="partial_rotary_factor", expected="1", actual=named)
     values = {name: given[name] for name in _ROPE_FIELDS[kind] if given.get(name) is not None}
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     if kind == "yarn" and "factor" not in values:
@@ -77,7 +79,13 @@ def rope(config: Config, context_len: int) -> RopeSpec:
     elif kind != "default" and "factor" not in values:
         raise InvalidRequest(field="rope_parameters.factor", expected=f"a number for {kind}", actual=None)
     theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return RopeSpec(theta=float(theta), kind=kind, original_context=int(original or context_len), **values)
+    return RopeSpec(
+        theta=float(theta),
+        kind=kind,
+        part=float(named or part),
+        original_context=int(original or context_len),
+        **values,
+    )
 
 
 def eos_ids(config: Config, generation: Config) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch import nn
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.experts import ClampedExperts, RoutedExperts
+from engine.layers.gated_delta import GatedDelta
 from engine.layers.linear import ColumnParallelLinear, Embedding, RowParallelLinear
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import Mixer, StateStep
@@ -28,14 +29,14 @@ from engine.layers.short_conv import ShortConv
 from engine.memory.kv_pool import KVPool
 from engine.models.adapter_sites import dense_geometry
 from engine.models.mamba2 import Mamba2Spec
-from engine.models.mixers import ShortConvSpec
+from engine.models.mixers import GatedDeltaSpec, ShortConvSpec
 from engine.models.shape import Activation, ModelSpec
 from engine.parallel import TensorParallel
 from engine.weights.mapping import WeightMap
 from lora.geometry import Geometry
 from lora.step import AdapterStep
 
-MIXERS: dict[type, type[Mixer]] = {ShortConvSpec: ShortConv, Mamba2Spec: Mamba2}
+MIXERS: dict[type, type[Mixer]] = {ShortConvSpec: ShortConv, GatedDeltaSpec: GatedDelta, Mamba2Spec: Mamba2}
 """How each kind of mixer computes."""
 
 
@@ -86,9 +87,9 @@ class Attention(nn.Module):
         self.num_kv_heads = parallel.share(spec.num_kv_heads, "num_key_value_heads")
         self.split = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv_proj = ColumnParallelLinear(
-            spec.hidden, (q_width, kv_width, kv_width), spec.attention_bias, dtype, device, parallel
-        )
+        self.gated = spec.attention_gate
+        widths = q_width * (1 + self.gated), kv_width, kv_width
+        self.qkv_proj = ColumnParallelLinear(spec.hidden, widths, spec.attention_bias, dtype, device, parallel)
         self.o_proj = RowParallelLinear(q_width, spec.hidden, spec.attention_bias, dtype, device, parallel)
         self.q_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
         self.k_norm = make_norm(spec, spec.head_dim, dtype, device) if spec.qk_norm else None
@@ -111,7 +112,12 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         tokens, heads, rotated = x_TD.shape[0], self.num_heads, self.num_heads + self.num_kv_heads
         x_TD = scaled(x_TD, self.scales.attention_in)
-        qkv_THE = self.qkv_proj(x_TD, adapters).view(tokens, rotated + self.num_kv_heads, self.head_dim)
+        qkv_TO, gate_TNH = self.qkv_proj(x_TD, adapters), None
+        if self.gated:
+            both, rest = qkv_TO.split((2 * heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim), dim=1)
+            q_TNH, gate_TNH = both.view(tokens, heads, 2 * self.head_dim).chunk(2, dim=-1)
+            qkv_TO = torch.cat((q_TNH.flatten(1), rest), dim=1)
+        qkv_THE = qkv_TO.view(tokens, rotated + self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             qkv_THE[:, :heads] = self.q_norm(qkv_THE[:, :heads])
             qkv_THE[:, heads:rotated] = self.k_norm(qkv_THE[:, heads:rotated])
@@ -120,6 +126,8 @@ class Attention(nn.Module):
             qkv_THE[:, :heads] *= self.query_factor
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
         out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer, self.sinks_N)
+        if gate_TNH is not None:
+            out_TNH = out_TNH * torch.sigmoid(gate_TNH)
         out_TD = self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
         return scaled(out_TD, self.scales.attention_out)
 

@@ -16,3 +16,5 @@ class Family:
     model_type: str
     describe: Callable[[dict[str, Any]], dict[str, Any]]
     own_fields: frozenset[str] = frozenset()
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """The configuration as the common reading expects it."""

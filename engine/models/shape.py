@@ -21,10 +21,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; the fields past `theta` are those of the kinds that use them. "none" turns nothing."""
+    """Rotary embedding of a head's first `part`; the fields past `kind` are those of the kinds that use them.
+    "none" turns nothing."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
+    part: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -79,7 +81,8 @@ class ExpertSpec:
 class GateSpec:
     """Sigmoid scores that weigh, and those plus a learned correction that choose: first `top_groups` of `groups`
     by their two best, then experts of these. Weights are divided by their sum where `normed`, and times `scale`.
-    An expert is `width` wide, and one of `shared` is every token's."""
+    An expert is `width` wide, and one of `shared` is every token's, times a sigmoid of its own where `weighed`.
+    With `softmax` those scores weigh and choose, and there is no correction."""
 
     width: int
     shared: int
@@ -87,6 +90,8 @@ class GateSpec:
     top_groups: int = 1
     normed: bool = True
     scale: float = 1.0
+    softmax: bool = False
+    weighed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,8 @@ class Names:
     expert_gate: str = "mlp.router"
     experts: str = "mlp.experts"
     shared_expert: str = "mlp.shared_experts"
+    ignored: tuple[str, ...] = ()
+    """How names begin of what checkpoints carry and the decoder has no use for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,8 @@ class ModelSpec:
     dtype: torch.dtype
     rms_eps: float = 1e-6
     attention_bias: bool = False
+    attention_gate: bool = False
+    """Whether queries come with gates of what their heads put out."""
     mlp_bias: bool = False
     qk_norm: bool = False
     rope: RopeSpec = RopeSpec()
@@ -212,6 +221,7 @@ class ModelSpec:
         switches = self.unit_norms, self.output_norms, self.embed_scale, self.query_scale, self.logit_softcap
         special = any(switches) or bool(self.experts or self.latent) or self.scales != Scales()
         special |= self.activation != "silu" or not self.gated or self.rope.kind == "none"
+        special |= self.attention_gate or self.rope.part != 1.0
         plain = all(
             layer.attends and layer.block and layer.mixer is None and layer.rope is None and not layer.sink
             for layer in self.layers

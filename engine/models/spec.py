@@ -24,6 +24,8 @@ from engine.models.lfm2 import LFM2
 from engine.models.llama import LLAMA
 from engine.models.nemotron_h import NEMOTRON_H
 from engine.models.qwen3 import QWEN3
+from engine.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_VISION, QWEN3_5_VISION
+from engine.models.qwen3_next import QWEN3_NEXT
 from engine.models.shape import DTYPES, LayerSpec, ModelSpec, Names, RopeSpec
 
 FAMILIES = {
@@ -41,6 +43,11 @@ FAMILIES = {
         FALCON_H1,
         NEMOTRON_H,
         GRANITE_HYBRID,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_5_VISION,
+        QWEN3_5_MOE_VISION,
     )
 }
 
@@ -65,6 +72,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
 def spec_from_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
     """Raises `Unsupported` or `InvalidRequest`, naming the field, where the model cannot be served exactly."""
     family = FAMILIES[_architecture(config)]
+    config = family.prepare(config)
     fields.refuse_others(config, {name: values for name, values in _ONLY.items() if name not in family.own_fields})
     heads = fields.integer(config, "num_attention_heads")
     hidden = fields.integer(config, "hidden_size")

@@ -50,7 +50,7 @@ def decoder_weight_map(spec: ModelSpec) -> WeightMap:
         aliases |= {other: name for name, other in stored.items() if name.startswith("model.")}
     inverse = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(spec.num_layers)}
     ignored = frozenset(inverse | {"model.rotary_emb.inv_freq"} | _predictors(spec))
-    return WeightMap(table.placements, aliases, ignored, table.packed)
+    return WeightMap(table.placements, aliases, ignored, table.packed, names.ignored)
 
 
 def _layer(table: _Table, spec: ModelSpec, kind: LayerSpec, layer: str) -> None:
@@ -92,7 +92,7 @@ def _predictors(spec: ModelSpec) -> set[str]:
 def _attention(table: _Table, spec: ModelSpec, kind: LayerSpec, layer: str) -> None:
     names, param = spec.names, f"{layer}.self_attn"
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {names.q: q_rows, names.k: kv_rows, names.v: kv_rows}
+    qkv = {names.q: q_rows * (1 + spec.attention_gate), names.k: kv_rows, names.v: kv_rows}
     table.fused(layer, qkv, f"{param}.qkv_proj", spec.hidden, spec.attention_bias)
     table.whole(f"{layer}.{names.o}.weight", f"{param}.o_proj.weight", spec.hidden, q_rows, shard_dim=1)
     if spec.attention_bias:
@@ -168,7 +168,10 @@ def _routed_experts(table: _Table, spec: ModelSpec, layer: str) -> None:
     assert experts is not None and experts.gate is not None, "the spec has a gate"
     count, hidden, width, shared = experts.count, spec.hidden, experts.gate.width, experts.gate.shared
     table.whole(f"{layer}.{names.expert_gate}.weight", f"{param}.gate_XD", count, hidden)
-    table.whole(f"{layer}.{names.expert_gate}.e_score_correction_bias", f"{param}.correction_X", count)
+    if not experts.gate.softmax:
+        table.whole(f"{layer}.{names.expert_gate}.e_score_correction_bias", f"{param}.correction_X", count)
+    if experts.gate.weighed:
+        table.whole(f"{layer}.{names.shared_expert}_gate.weight", f"{param}.shared_gate_1D", 1, hidden)
     gate_up, down = [], []
     for expert in range(count):
         name = f"{layer}.{names.experts}.{expert}"

@@ -41,15 +41,19 @@ class WeightMap:
 
     `aliases` maps a name that may be absent, or present with bytes identical to another's
     (a tied head), onto that other name. `ignored` are names checkpoints carry that hold no
-    weights (rotary inverse frequencies). `packed` are other spellings, as trainers hold experts that
-    checkpoints store one by one. All of them together with `placements` are all that is known: any other
-    name is an error.
+    weights (rotary inverse frequencies), `ignored_parts` how the names begin of parts that the model has no
+    use for. `packed` are other spellings, as trainers hold experts that checkpoints store one by one. All of
+    them together with `placements` are all that is known: any other name is an error.
     """
 
     placements: dict[str, Placement]
     aliases: dict[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     packed: dict[str, Packed] = field(default_factory=dict)
+    ignored_parts: tuple[str, ...] = ()
+
+    def ignores(self, name: str) -> bool:
+        return name in self.ignored or name.startswith(self.ignored_parts)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The placements that a known name fills."""

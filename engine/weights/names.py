@@ -26,16 +26,17 @@ class NameResolver:
 
     def __init__(self, weight_map: WeightMap) -> None:
         named = frozenset(weight_map.placements) | frozenset(weight_map.aliases) | frozenset(weight_map.packed)
-        self._known = named | weight_map.ignored
+        self._known = named
+        self._ignores = weight_map.ignores
 
     def resolve(self, name: str) -> str | None:
         """The known name (placement, alias, packed or ignored) that `name` stands for, or None."""
-        if name in self._known:
+        if name in self._known or self._ignores(name):
             return name
         parts = tuple(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
         while True:
             candidate = ".".join(parts)
-            if candidate in self._known:
+            if candidate in self._known or self._ignores(candidate):
                 return candidate
             prefix = next((p for p in WRAPPER_PREFIXES if parts[: len(p)] == p), None)
             if prefix is None:

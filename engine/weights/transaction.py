@@ -154,7 +154,7 @@ class UpdateTransaction:
             if known is None:
                 unmatched.append(spec.name)
                 continue
-            if known in weight_map.ignored:
+            if weight_map.ignores(known):
                 continue
             for part in weight_map.packed[known].names if known in weight_map.packed else (known,):
                 if part in owners:
@@ -198,7 +198,7 @@ class UpdateTransaction:
     def _stage_one(self, spec: TensorSpec, data: torch.Tensor) -> None:
         known = self._resolver.resolve(spec.name)
         assert known is not None
-        if known in self._layout.weight_map.ignored:
+        if self._layout.weight_map.ignores(known):
             return
         label = _label(spec.name)
         expected_bytes = math.prod(spec.shape) * WEIGHT_DTYPES[spec.dtype].itemsize
@@ -263,7 +263,7 @@ class UpdateTransaction:
 
     def _check_announced(self, spec: TensorSpec) -> None:
         known = self._resolver.resolve(spec.name)
-        if known in self._layout.weight_map.ignored:
+        if known is not None and self._layout.weight_map.ignores(known):
             return
         if known is None or known not in self._specs:
             expected = bounded_list(set(self._specs) - self._arrived)

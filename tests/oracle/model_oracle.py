@@ -33,6 +33,9 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 
 
@@ -78,7 +81,7 @@ def engine_copy(reference, dtype: torch.dtype = torch.float32):
             continue
         placement = model.weight_map.placements.get(name)
         if placement is None:
-            assert name in model.weight_map.aliases or name in model.weight_map.ignored, name
+            assert name in model.weight_map.aliases or model.weight_map.ignores(name), name
             continue
         assert tuple(tensor.shape) == placement.shape
         rows = slice(placement.row_start, placement.row_start + placement.num_rows)

@@ -18,9 +18,11 @@ from engine.adapters import Adapters
 from engine.attention.base import AttentionBackend
 from engine.attention.choice import Setting
 from engine.attention.registry import make_attention, resolve_attention
+from engine.cache.component import Component
 from engine.cache.full import FullAttention
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.recurrent import RecurrentState
+from engine.cache.swa import SlidingWindow
 from engine.config import EngineConfig, SchedulerConfig, number
 from engine.dspark.build import LoadedDrafter, load_drafter
 from engine.dspark.config import NGRAM_DRAFTS, check_config
@@ -38,6 +40,7 @@ from engine.memory.replay_ring import ReplayLayout, ReplayRings
 from engine.memory.request_table import RequestTable
 from engine.memory.residency import MemoryTags
 from engine.memory.state_pool import StatePool
+from engine.memory.window_table import WindowTable
 from engine.metrics import EngineCounters
 from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
@@ -46,6 +49,7 @@ from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
 from engine.scheduler.states import RecurrentSlots
+from engine.scheduler.windows import WindowPages, check_window_tokens, paged_window
 from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
 from engine.weights.layout import WeightedModel
@@ -95,6 +99,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     room = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
     config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=room))
     drafting = _draft_shape(config, drafter)
+    window = paged_window(spec.attending, config.cache.window_tokens)
     ring_bytes = 0 if drafting is None else ReplayLayout.of(spec, dtype, 1, drafting.drafts).ring_bytes
     plan = plan_memory(
         spec,
@@ -102,6 +107,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         dtype,
         device,
         spare_rows=spare_rows,
+        split_windows=window > 0,
         draft_kv=draft,
         draft=drafting,
         ring_bytes=ring_bytes,
@@ -112,13 +118,28 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     state_pool = _state_pool(spec, config, dtype, device)
     num_pages = number(config.cache.kv_tokens) // page_size
-    pool = make_pool(spec.attending, num_pages + 1, page_size, dtype, device)
+    window_pages = number(config.cache.window_tokens) // page_size
+    pool = make_pool(
+        spec.attending,
+        num_pages + 1,
+        page_size,
+        dtype,
+        device,
+        window_pages=window_pages + 1 if window else None,
+    )
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
     allocator = PageAllocator(num_pages)
     slots = PageAllocator(0 if state_pool is None else state_pool.num_slots - 1)
-    recurrent = () if state_pool is None else (RecurrentState(slots),)
-    cache = PrefixCache(allocator, page_size, (FullAttention(allocator, page_size), *recurrent))
+    components: list[Component] = [FullAttention(allocator, page_size)]
+    sliding = None
+    if window:
+        check_window_tokens(window, page_size, window_pages * page_size)
+        sliding = SlidingWindow(PageAllocator(window_pages), page_size, window)
+        components.append(sliding)
+    if state_pool is not None:
+        components.append(RecurrentState(slots))
+    cache = PrefixCache(allocator, page_size, tuple(components))
     # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
     table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
     runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
@@ -126,7 +147,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     if state_pool is not None and drafting is not None:
         state_pool.rings = ReplayRings(ReplayLayout.of(spec, dtype, max_running, drafting.drafts), device)
     states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache, runner.replay)
-    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states)
+    windows = None if sliding is None else WindowPages(sliding, cache, pool, WindowTable(*table.pages_SP.shape))
+    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states, windows)
     speculation = None
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)

@@ -79,6 +79,8 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> Devic
     speculation, runner = parts.speculation, parts.runner
     if speculation is None or not isinstance(runner, FusedRunner) or parts.config.deterministic:
         return None
+    if parts.pages.windows is not None:
+        return None  # rounds know one page table
     from engine.runner.round_parts import round_parts
     from engine.runner.round_stepper import RoundStepper
     from engine.scheduler.rounds import DeviceRounds

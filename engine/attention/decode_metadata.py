@@ -127,6 +127,12 @@ class DecodeMetadata:
     packed: torch.Tensor | None = field(default=None, repr=False)
     """What `own_start_B`, `prefix_parts_B` and `pieces_X8` are views of; with `fixed`, its parts."""
     fixed: FixedPieces | None = None
+    window: DecodeMetadata | None = None
+    """What windowed layers read, where their pages are others (`engine.attention.window_metadata`)."""
+    look: int = 0
+    """The last tokens of rows that are cut into items; 0 for all."""
+    splits: int = 0
+    """Items a row's tokens are cut into at most, by their number alone; 0 where rows share the device's room."""
 
     @property
     def max_rows(self) -> int:
@@ -135,7 +141,7 @@ class DecodeMetadata:
     def cut(self) -> None:
         """Cut the rows, by the lengths on the device now, into work items."""
         multiple, fixed = self.decode_tiles.block_n, self.fixed
-        least = max(SHORT, multiple) if fixed is not None else multiple
+        least = max(SHORT, multiple) if self.splits else multiple
         if fixed is not None:
             cut_pieces(
                 self.seq_lens_B,
@@ -153,8 +159,11 @@ class DecodeMetadata:
             self.extra,
             least,
             multiple,
-            0 if fixed is None else FIXED_SPLITS,
+            self.splits,
+            self.look,
         )
+        if self.window is not None:
+            self.window.cut()
 
     def set_prefixes(self, prefixes: list[SharedPrefix]) -> int:
         """Have rows [start, end) of each prefix read its pages once. Returns how many were kept.
@@ -289,6 +298,7 @@ def decode_buffers(
         prefix=workspace.states("prefix", (num_states, max_rows), *heads) if shared or fixed else None,
         packed=packed,
         fixed=FixedPieces(packed[2:lead], packed[:2]) if fixed else None,
+        splits=FIXED_SPLITS if fixed else 0,
     )
 
 

@@ -96,7 +96,9 @@ class FlashInferPrefill:
         page_size = kv_pool.page_size
         used_B = torch.tensor([-(-length // page_size) for length in lengths], dtype=torch.int32)
         last_B = torch.tensor(lengths, dtype=torch.int32) - (used_B - 1) * page_size
-        pages = _page_ids(batch.page_tables_BP[first:], used_B)
+        pages = window_pages = _page_ids(batch.page_tables_BP[first:], used_B)
+        if batch.window is not None:
+            window_pages = _page_ids(batch.window.page_tables_BP[first:], used_B)
         if self._planned is not None:
             # Plans are copied to the device from pinned memory that the next plan writes over.
             self._planned.synchronize()
@@ -104,7 +106,7 @@ class FlashInferPrefill:
             self._wrapper((window_left, softcap)).plan(
                 _starts(torch.tensor(queries, dtype=torch.int32)),
                 _starts(used_B),
-                pages,
+                pages if window_left < 0 else window_pages,
                 last_B,
                 self._num_heads,
                 self._num_kv_heads,

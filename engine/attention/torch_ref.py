@@ -1,10 +1,10 @@
 """Attention as its definition says: the oracle, and the path for layers others refuse.
 
 Owns correctness, nothing else: every row gathers its whole context in every layer, scores and
-softmax are fp32, and positions outside a row's context are never read.
+softmax are fp32, and positions outside a row's context, or before all its windows, are never read.
 
 Shapes: T tokens, N query heads, K key/value heads, G = N / K, H head size, Q a row's queries,
-C its context, E a bias's extent.
+C what they see of its context, E a bias's extent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from engine.models.spec import ModelSpec
 
 def context_slots(batch: ForwardBatch, row: int, page_size: int, length: int | None = None) -> torch.Tensor:
     """Write slots of the first `length` positions of a row (all of its context by default)."""
-    length = batch.seq_lens[row] if length is None else length
-    positions = torch.arange(length, device=batch.page_tables_BP.device)
-    pages = batch.page_tables_BP[row, torch.div(positions, page_size, rounding_mode="floor")].long()
+    return _slots(batch.page_tables_BP, row, page_size, batch.seq_lens[row] if length is None else length)
+
+
+def _slots(page_tables_BP: torch.Tensor, row: int, page_size: int, length: int) -> torch.Tensor:
+    positions = torch.arange(length, device=page_tables_BP.device)
+    pages = page_tables_BP[row, torch.div(positions, page_size, rounding_mode="floor")].long()
     return pages * page_size + positions % page_size
 
 
@@ -32,10 +35,15 @@ class TorchReference:
         self._batch: ForwardBatch | None = None
         self._kv_pool: KVPool | None = None
         self._slots: list[torch.Tensor] = []
+        self._window_slots: list[torch.Tensor] = []
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         self._batch, self._kv_pool = batch, kv_pool
         self._slots = [context_slots(batch, row, kv_pool.page_size) for row in range(batch.num_rows)]
+        self._window_slots = self._slots
+        if batch.window is not None:
+            tables_BP, lengths = batch.window.page_tables_BP, batch.seq_lens
+            self._window_slots = [_slots(tables_BP, row, kv_pool.page_size, n) for row, n in enumerate(lengths)]
 
     def run(
         self,
@@ -48,12 +56,16 @@ class TorchReference:
     ) -> torch.Tensor:
         batch, kv_pool = self._batch, self._kv_pool
         assert batch is not None and kv_pool is not None, "plan comes before run"
-        kv_pool.write(layer, batch.write_slots_T, pack(k_TKH, v_TKH))
+        write_slots_T, slots, window = batch.write_slots_T, self._slots, self._spec.layers[layer].window
+        if batch.window is not None and kv_pool.windowed(layer):
+            write_slots_T, slots = batch.window.write_slots_T, self._window_slots
+        kv_pool.write(layer, write_slots_T, pack(k_TKH, v_TKH))
         out_TNH = torch.empty_like(q_TNH)
         start = 0
         for row, count in enumerate(batch.query_lens):
             end = start + count
-            kv_C2KH = kv_pool.tokens(layer).index_select(0, self._slots[row])
+            seen = 0 if window is None else max(0, batch.seq_lens[row] - count - window + 1)
+            kv_C2KH = kv_pool.tokens(layer).index_select(0, slots[row][seen:])
             bias_QNE = None if bias_TNE is None else bias_TNE[start:end]
             out_TNH[start:end] = self._row(q_TNH[start:end], kv_C2KH, layer, sink_N, bias_QNE)
             start = end

@@ -24,7 +24,8 @@ from engine.attention.decode_metadata import (
     processors,
     worthwhile,
 )
-from engine.batch import ForwardBatch
+from engine.attention.window_metadata import window_buffers
+from engine.batch import ForwardBatch, WindowRows
 from engine.errors import Unsupported
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.attention_tile import ceil_div
@@ -60,6 +61,8 @@ class PrefillPlan:
     """What lengths, starts and tiles are views of."""
     at_end: bool = False
     """Every query of a row sees all of it."""
+    window_tables_BP: torch.Tensor | None = None
+    """Of windowed layers, where their pages are others."""
 
 
 class TritonAttention:
@@ -90,6 +93,8 @@ class TritonAttention:
         self._shapes: dict[tuple[int, int], LayerShape] = {}
         self._pool: KVPool | None = None
         self._write_slots_T = torch.empty(0)
+        self._window: WindowRows | None = None
+        self._reach = max((layer.window or 0 for layer in spec.layers), default=0)
         self._num_decode = 0
         self._decode: DecodeMetadata | None = None
         self._prefill: PrefillPlan | None = None
@@ -122,6 +127,8 @@ class TritonAttention:
         `metadata.cut()` comes once a step before the first layer. Allocates nothing; all grids are
         fixed by the buffers.
         """
+        if metadata.window is not None and self._spec.layers[layer].window is not None:
+            metadata = metadata.window
         shape = self._shape(layer, metadata.size.page_size)
         assert (sink_N is not None) == shape.sink, f"sinks of layer {layer}"
         prefix = metadata.prefix
@@ -157,7 +164,7 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         self._pool = kv_pool
-        self._write_slots_T = batch.write_slots_T
+        self._write_slots_T, self._window = batch.write_slots_T, batch.window
         self._num_decode = batch.num_decode
         self._decode = self._plan_decode(batch, kv_pool) if batch.num_decode else None
         self._prefill = None
@@ -170,7 +177,9 @@ class TritonAttention:
         size = self._size(kv_pool)
         prefixes = worthwhile([prefix for prefix in batch.shared_prefixes if prefix.end <= rows], size)
         lengths = batch.seq_lens[:rows]
-        metadata = self._buffers(kv_pool, rows, batch.page_tables_BP[:rows], bool(prefixes))
+        tables_BP = batch.page_tables_BP[:rows]
+        window_BP = tables_BP if batch.window is None else batch.window.page_tables_BP[:rows]
+        metadata = self._buffers(kv_pool, rows, tables_BP, bool(prefixes), window_BP)
         metadata.seq_lens_B.copy_(staged(np.array(lengths, dtype=np.int32), kv_pool.device), non_blocking=True)
         if prefixes:
             metadata.set_prefixes(prefixes)
@@ -185,7 +194,10 @@ class TritonAttention:
         packed = send(np.array([value for part in parts for value in part], dtype=np.int32), kv_pool.device)
         splits = self._prefill_splits(len(parts[2]), max(lengths), kv_pool)
         views = packed.split([len(part) for part in parts])
-        return _prefill_plan(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
+        plan = _prefill_plan(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
+        if batch.window is not None:
+            plan.window_tables_BP = batch.window.page_tables_BP[first:]
+        return plan
 
     def _prefill_tiles(self, kv_pool: KVPool, longest: int) -> TileConfig:
         longest = 1 << 20 if self._deterministic else longest
@@ -216,7 +228,10 @@ class TritonAttention:
         packed = torch.full((sum(sizes),), -1, dtype=torch.int32, device=kv_pool.device)
         packed[: sum(sizes[:2])] = 0
         tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=kv_pool.device)
-        return _prefill_plan(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
+        plan = _prefill_plan(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
+        if kv_pool.window_pages is not None:
+            plan.window_tables_BP = torch.zeros_like(tables)
+        return plan
 
     def fill_prefill(self, plan: PrefillPlan, batch: ForwardBatch) -> None:
         """Take a batch without decode rows into fixed buffers. Waits for nothing."""
@@ -231,6 +246,9 @@ class TritonAttention:
         plan.packed.copy_(staged(packed, plan.packed.device), non_blocking=True)
         rows, columns = batch.page_tables_BP.shape
         plan.page_tables_BP[:rows, :columns].copy_(batch.page_tables_BP)
+        if plan.window_tables_BP is not None:
+            given = batch if batch.window is None else batch.window
+            plan.window_tables_BP[:rows, :columns].copy_(given.page_tables_BP)
 
     def plan_round_buffers(
         self,
@@ -270,10 +288,11 @@ class TritonAttention:
         if plan.splits > 1:
             tokens, heads, head_dim = q_TNH.shape
             partial = States.empty((plan.splits, tokens), heads, head_dim, q_TNH.device)
+        windowed = plan.window_tables_BP is not None and self._spec.layers[layer].window is not None
         prefill_attention(
             q_TNH,
             layer_kv,
-            plan.page_tables_BP,
+            plan.window_tables_BP if windowed else plan.page_tables_BP,
             plan.seq_lens_B,
             plan.query_starts_B1,
             plan.tile_row_X,
@@ -297,7 +316,10 @@ class TritonAttention:
         bias_TNE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._pool is not None, "plan comes before run"
-        self._pool.write(layer, self._write_slots_T, pack(k_TKH, v_TKH))
+        write_slots_T = self._write_slots_T
+        if self._window is not None and self._pool.windowed(layer):
+            write_slots_T = self._window.write_slots_T
+        self._pool.write(layer, write_slots_T, pack(k_TKH, v_TKH))
         return self.attend(q_TNH, layer, sink_N)
 
     def attend(self, q_TNH: torch.Tensor, layer: int, sink_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -322,6 +344,7 @@ class TritonAttention:
         max_rows: int,
         tables: torch.Tensor | int,
         shared: bool,
+        window_tables_BP: torch.Tensor | None = None,
     ) -> DecodeMetadata:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
@@ -332,9 +355,14 @@ class TritonAttention:
             decode_config(self._block_d, itemsize, shared or self._deterministic, rows),
             prefix_config(self._block_d, itemsize, self._group),
         )
-        return decode_buffers(
+        metadata = decode_buffers(
             self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, self._deterministic
         )
+        if kv_pool.window_pages is not None:
+            alone = decode_config(self._block_d, itemsize, self._deterministic, rows)
+            given = metadata, self._workspace, alone, window_tables_BP
+            metadata.window = window_buffers(*given, self._reach, self._deterministic)
+        return metadata
 
     def _size(self, kv_pool: KVPool) -> AttentionSize:
         return AttentionSize(

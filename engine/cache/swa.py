@@ -4,6 +4,9 @@ Owns the rule that a hit needs the pages of its trailing window alone, and which
 node's first ones, wherever the node is. What remains of a node is therefore always its end, and where a
 hit may end within a node follows from one number. Pages are those of a pool of their own.
 
+Ends of nodes are where hits end: of prompts, of turns, where requests parted. So what lies before a node's last
+window goes first, from all nodes, and windows at ends only after it.
+
 A payload is a request's int32 array of PRIVATE ids, 0 for pages it no longer has, all of them before
 those it has; None for none at all.
 """
@@ -15,10 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.cache.component import Component
+from engine.cache.handles import live_node
 from engine.cache.reclaim import ReclaimQueue
 from engine.memory.allocator import PageAllocator, PageState
 
 if TYPE_CHECKING:
+    from engine.cache.handles import Receipt
     from engine.cache.node import Node
     from engine.cache.radix_tree import RadixTree
 
@@ -55,6 +60,7 @@ class SlidingWindow(Component):
         self.page_size = page_size
         self.reach = -(-(window - 1) // page_size) * page_size
         """Tokens before a boundary, whole pages, that the token after it needs."""
+        self._reach = self.reach // page_size
         self._queue = ReclaimQueue()
         self._clock = 0
 
@@ -72,6 +78,18 @@ class SlidingWindow(Component):
                 ends[node] = node.end if own else min(ends[child] for child in below)
                 held += self._reached(node, ends[node])
         return self.allocator.count(_TREE) - held
+
+    def trailing(self, receipt: Receipt, count: int) -> np.ndarray:
+        """Ids of the last `count` pages before a receipt's end, 0 for those that are gone: int32."""
+        parts: list[bytes] = []
+        found, step = 0, live_node(receipt)
+        while step.parent is not None and found < count:
+            data: WindowPages = step.data[self.index]
+            parts.append(data.ids)
+            found += len(data)
+            step = step.parent
+        parts.reverse()
+        return np.frombuffer(b"".join(parts), _INT32, offset=4 * (found - count))
 
     # Matching --------------------------------------------------------------------------------
 
@@ -101,7 +119,14 @@ class SlidingWindow(Component):
 
     def _enqueue(self, node: Node, data: WindowPages) -> None:
         if 4 * data.holes < len(data.ids):
-            self._queue.put(node, (node.root.age, node.rank, data.used))
+            self._queue.put(node, self._key(node, data))
+
+    def _key(self, node: Node, data: WindowPages) -> tuple[int, int, bool, int]:
+        return node.root.age, node.rank, self._surplus(data) <= 0, data.used
+
+    def _surplus(self, data: WindowPages) -> int:
+        """Pages before the window at a node's end, if more than 0."""
+        return len(data.ids) // 4 - data.holes - self._reach
 
     def _nearest_end(self, node: Node) -> float:
         """Depth of the shallowest receipt at or below `node`, if its window reaches into it."""
@@ -172,10 +197,9 @@ class SlidingWindow(Component):
         return WindowPages(data.ids[: 4 * cut], min(data.holes, cut), data.used), [gone] if len(gone) else []
 
     def placed(self, node: Node) -> None:
-        if node not in self._queue.entries:
-            data: WindowPages = node.data[self.index]
-            if 4 * data.holes < len(data.ids):
-                self._queue.put(node, (node.root.age, node.rank, data.used))
+        data: WindowPages = node.data[self.index]
+        if node not in self._queue.entries or self._surplus(data) > 0:
+            self._enqueue(node, data)
 
     def demoted(self, node: Node) -> None:
         self._enqueue(node, node.data[self.index])
@@ -222,10 +246,12 @@ class SlidingWindow(Component):
                 break
             node, key = entry
             data: WindowPages = node.data[self.index]
-            if (now := (node.root.age, node.rank, data.used)) > key:
+            if (now := self._key(node, data)) > key:
                 self._queue.put(node, now)
                 continue
-            free = len(data) - data.holes - self._reached(node, self._nearest_end(node))
+            live, surplus = len(data) - data.holes, self._surplus(data)
+            last = surplus if surplus > 0 else live
+            free = min(last, live - self._reached(node, self._nearest_end(node)))
             if free <= 0:
                 in_use.append(node)
                 continue
@@ -233,8 +259,8 @@ class SlidingWindow(Component):
             self.allocator.free(data.live[:count], _TREE)
             holes = data.holes + count
             node.data[self.index] = WindowPages(bytes(4 * holes) + data.ids[4 * holes :], holes, data.used)
-            if count < free:
-                self._queue.put(node, key)
+            if count < free or (free == last and holes < len(data)):
+                self.placed(node)
             elif holes < len(data):
                 in_use.append(node)
             tree.changes += 1

@@ -51,7 +51,10 @@ def _gather_kernel(
     write_slots_ptr,
     position_ptr,
     active_ptr,
+    window_tables_ptr,
+    window_slots_ptr,
     PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -60,11 +63,15 @@ def _gather_kernel(
     running = real & (tl.load(finished_ptr + slot) == 0)
     computed = tl.load(computed_ptr + slot)
     token = tl.load(last_token_ptr + slot)
-    page = tl.load(page_tables_ptr + row.to(tl.int64) * table_stride + computed // PAGE, mask=running, other=0)
+    column = row.to(tl.int64) * table_stride + computed // PAGE
+    page = tl.load(page_tables_ptr + column, mask=running, other=0)
     tl.store(ids_ptr + row, tl.where(running, token, -1))
     tl.store(positions_ptr + row, tl.where(running, computed, 0))
     tl.store(seq_lens_ptr + row, tl.where(running, computed + 1, 0).to(tl.int32))
     tl.store(write_slots_ptr + row, tl.where(running, page.to(tl.int64) * PAGE + computed % PAGE, -1))
+    if WINDOWED:
+        page = tl.load(window_tables_ptr + column, mask=running, other=0)
+        tl.store(window_slots_ptr + row, tl.where(running, page.to(tl.int64) * PAGE + computed % PAGE, -1))
     if real:
         tl.store(position_ptr + slot, computed + 1)
         tl.store(active_ptr + slot, running.to(tl.uint8))
@@ -79,9 +86,13 @@ def gather_rows(
     positions_B: torch.Tensor,
     seq_lens_B: torch.Tensor,
     write_slots_B: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Fill a step's inputs from the table; -1 in `slots_B` is padding. Also notes per slot where
-    the token to draw will stand and whether the row takes part."""
+    the token to draw will stand and whether the row takes part. `window` is a second page table of the same
+    columns and the write slots to fill from it."""
+    window_tables_BP, window_slots_B = (None, None) if window is None else window
+    assert window_tables_BP is None or window_tables_BP.stride() == page_tables_BP.stride()
     _gather_kernel[(slots_B.shape[0],)](
         slots_B,
         table.finished_S,
@@ -95,7 +106,10 @@ def gather_rows(
         write_slots_B,
         table.position_S,
         table.active_S,
+        window_tables_BP,
+        window_slots_B,
         PAGE=page_size,
+        WINDOWED=window is not None,
         num_warps=1,
     )
 

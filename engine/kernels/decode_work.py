@@ -33,9 +33,12 @@ def cut_rows_reference(
     min_split: int,
     multiple: int,
     fixed_splits: int = 0,
+    window: int = 0,
 ) -> torch.Tensor:
     """items_W8, on the CPU; the arguments of `cut_rows`."""
     ends, starts = seq_lens_B.tolist(), own_start_B.tolist()
+    if window:
+        starts = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
     owns = [max(0, end - start) for end, start in zip(ends, starts, strict=True)]
     items = []
     for row, own in enumerate(owns):
@@ -74,11 +77,14 @@ def _cut_kernel(
     MIN_SPLIT: tl.constexpr,
     MULTIPLE: tl.constexpr,
     FIXED_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     row_B = tl.arange(0, BLOCK_B)
     live_B = row_B < num_rows
     end_B = tl.load(seq_lens_ptr + row_B, mask=live_B, other=0)
     start_B = tl.minimum(tl.load(own_start_ptr + row_B, mask=live_B, other=0), end_B)
+    if WINDOW > 0:
+        start_B = tl.maximum(start_B, end_B - WINDOW)
     parts_B = tl.load(prefix_parts_ptr + row_B, mask=live_B, other=0)
     parts_B = tl.where(end_B > 0, parts_B, 0)
     own_B = end_B - start_B
@@ -117,8 +123,10 @@ def cut_rows(
     min_split: int,
     multiple: int,
     fixed_splits: int = 0,
+    window: int = 0,
 ) -> None:
-    """Fill `items_W8` for rows whose tokens [own_start, seq_len) are their own; one launch.
+    """Fill `items_W8` for rows whose tokens [own_start, seq_len) are their own, or the last `window` of them; one
+    launch.
 
     With `fixed_splits` a row's cut depends on its length alone and W must hold every row's pieces,
     of which there are at most that many; without, lengths share `extra` pieces beyond one a row and
@@ -139,4 +147,5 @@ def cut_rows(
         MIN_SPLIT=min_split,
         MULTIPLE=multiple,
         FIXED_SPLITS=fixed_splits,
+        WINDOW=window,
     )

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.memory.window_table import WindowTable
+
 
 class RequestTable:
     """`pages_SP` int32 [num_slots, max_pages], rows filled from the left, 0 beyond `num_pages_S`.
 
     `max_pages` bounds one sequence: the context length rounded up to pages. `states_S` are the live slots
-    of recurrent states, None for models without any.
+    of recurrent states, None for models without any; `windows` the pages of windowed layers, where those
+    have their own.
     """
 
     states_S: np.ndarray | None = None
+    windows: WindowTable | None = None
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages_SP = np.zeros((num_slots, max_pages), dtype=np.int32)

@@ -56,16 +56,17 @@ class AdaptedLayers:
         step: KernelStep,
         residual_TD: torch.Tensor,
         positions_T: torch.Tensor,
-        write_slots_T: torch.Tensor,
+        slots: list[torch.Tensor],
         attend: Callable[[torch.Tensor, int], torch.Tensor],
         capture: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Final hidden states, normed, from embeddings, which are overwritten."""
+        """Final hidden states, normed, from embeddings, which are overwritten. `slots` are each layer's write
+        slots."""
         rotary = self._model.rotary
         first = self._layers[0]
         stream = adapted_sum(step, None, None, residual_TD, first.input_layernorm.weight, first.self_attn.qkv_proj.site)
         for index, layer in enumerate(self._layers):
-            rotation = Rotation(rotary.cos_CE, rotary.sin_CE, positions_T, write_slots_T, self._pool.tokens(index))
+            rotation = Rotation(rotary.cos_CE, rotary.sin_CE, positions_T, slots[index], self._pool.tokens(index))
             q_TNH = self._queries(step, layer, stream, self._norms[index], rotation)
             out_TE = attend(q_TNH, index).reshape(len(residual_TD), -1)
             stream = self._after_attention(step, layer, out_TE, residual_TD)

@@ -89,21 +89,26 @@ class FusedForward:
         attend: Attend,
         capture: dict[int, torch.Tensor] | None = None,
         adapters: KernelStep | None = None,
+        window_slots_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`; `adapters` are the tokens'."""
+        """Final hidden states, normed. `capture` as in `DenseDecoderLM.forward`; `adapters` are the tokens'.
+        `window_slots_T` are the write slots of windowed layers, where their pages are others."""
+        slots = [write_slots_T] * len(self._layers)
+        if window_slots_T is not None:
+            slots = [window_slots_T if self._pool.windowed(i) else write_slots_T for i in range(len(slots))]
         decoder, layers = self._model.model, self._layers
         residual_TD = self.embed(ids_T)
         if adapters is not None:
             adapters.add_embedding_(0, ids_T, residual_TD)
             if self._rides_along(adapters, residual_TD):
-                return self._adapted.hidden(adapters, residual_TD, positions_T, write_slots_T, attend, capture)
+                return self._adapted.hidden(adapters, residual_TD, positions_T, slots, attend, capture)
         norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
         kind = Rows.MANY if adapters is not None else self._kind(residual_TD)
         x = residual_TD if kind is Rows.ONE else rms_norm(residual_TD, norms[0].weight_K, self._eps)
         for index, layer in enumerate(layers):
 
             def mix(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
-                q_TNH = self._rotated(qkv_TE, index, positions_T, write_slots_T)
+                q_TNH = self._rotated(qkv_TE, index, positions_T, slots[index])
                 return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
 
             if kind is Rows.ONE:

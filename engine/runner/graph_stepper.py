@@ -122,8 +122,10 @@ class GraphStepper:
         page_tables_BP = self._requests.pages_SP[slots, :longest]
         prefixes = self._prefixes(samples, page_tables_BP)
         adapters = [slot_of(sample.group.lease) for sample in samples]
-        modes = StepModes.of(samples)
-        return StepPlan(slots, steps, modes, page_tables_BP, prefixes, adapters if any(adapters) else [])
+        modes, windows = StepModes.of(samples), self._requests.windows
+        window_tables_BP = None if windows is None else windows.pages_SP[slots, :longest]
+        adapters = adapters if any(adapters) else []
+        return StepPlan(slots, steps, modes, page_tables_BP, prefixes, adapters, window_tables_BP)
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
         """Enqueue the plan's steps; the slots on the device, one for each row."""
@@ -137,6 +139,9 @@ class GraphStepper:
         padded[:rows] = plan.slots
         captured.slots_B.copy_(staged(padded, device), non_blocking=True)
         captured.metadata.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
+        windows = captured.metadata.window
+        if windows is not None and plan.window_tables_BP is not None:
+            windows.page_tables_BP[:rows, :columns].copy_(staged(plan.window_tables_BP, device), non_blocking=True)
         if captured.metadata.prefix is not None:
             captured.metadata.set_prefixes(plan.prefixes)
         for _ in range(plan.steps):
@@ -208,6 +213,9 @@ class GraphStepper:
         columns = self._sampling(slots_B, modes)
         drawn = self._drawn.head(tier, entropy=modes.columns)
         every = modes.columns or modes.top
+        windows = metadata.window
+        window = None if windows is None else (windows.page_tables_BP, windows.write_slots_B)
+        window_slots_B = None if window is None else window[1]
         layers = () if self._speculation is None else self._speculation.captured_layers
 
         def attend(q_BNH: torch.Tensor, layer: int) -> torch.Tensor:
@@ -224,11 +232,13 @@ class GraphStepper:
                 positions_B,
                 metadata.seq_lens_B,
                 metadata.write_slots_B,
+                window,
             )
             metadata.cut()
             states = dict.fromkeys(layers, ids_B)
             write_slots_B = metadata.write_slots_B
-            hidden_BD = self._forward.hidden(ids_B, positions_B, write_slots_B, attend, states or None, adapters)
+            inputs = ids_B, positions_B, write_slots_B
+            hidden_BD = self._forward.hidden(*inputs, attend, states or None, adapters, window_slots_B)
             if self._speculation is not None and layers:
                 self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
             logits_BV = self._forward.logits(hidden_BD, adapters=adapters)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, WindowRows
 from engine.layers.mixer import StateStep
 from engine.layers.replay import ReplayStep, replay
 from engine.memory.kv_pool import KVPool
@@ -138,6 +138,11 @@ def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
         page_tables_BP=F.pad(batch.page_tables_BP, (0, 0, 0, 1)),
         row_keys=[*batch.row_keys, PADDING_KEY],
         state_slots=None if batch.state_slots is None else [*batch.state_slots, 0],
+        window=None
+        if batch.window is None
+        else WindowRows(
+            torch.cat((batch.window.write_slots_T, zeros)), F.pad(batch.window.page_tables_BP, (0, 0, 0, 1))
+        ),
     )
 
 
@@ -169,18 +174,22 @@ class FusedRunner(ModelRunner):
                 return replayed_TD
         self.attention.plan(batch, self.kv_pool)
         inputs = batch.input_ids_T, batch.positions_T, batch.write_slots_T
+        window_T = None if batch.window is None else batch.window.write_slots_T
         if self._first:
             self._first = False
-            self._compile_ahead(inputs)
-        return self.fused.hidden(*inputs, self.attention.attend, capture, kernels(batch.adapters))
+            self._compile_ahead(inputs, window_T)
+        return self.fused.hidden(*inputs, self.attention.attend, capture, kernels(batch.adapters), window_T)
 
-    def _compile_ahead(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    def _compile_ahead(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window_T: torch.Tensor | None
+    ) -> None:
         from engine.runner.capture import anchored_pool
         from engine.runner.compile_ahead import compile_ahead
 
         stream = torch.cuda.Stream(self.kv_pool.device)
         pool, anchor = anchored_pool(stream)
-        compile_ahead(lambda: self.fused.hidden(*inputs, self.attention.attend), stream, pool)
+        attend = self.attention.attend
+        compile_ahead(lambda: self.fused.hidden(*inputs, attend, window_slots_T=window_T), stream, pool)
         del anchor
         torch.cuda.empty_cache()  # a pool's memory stays with torch after its last graph
 

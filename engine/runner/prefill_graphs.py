@@ -62,6 +62,7 @@ class CapturedChunk:
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     write_slots_T: torch.Tensor
+    window_slots_T: torch.Tensor | None
     plan: PrefillPlan
     hidden_TD: torch.Tensor
     adapters: KernelStep | None
@@ -110,17 +111,22 @@ class PrefillGraphs:
             return None
         if batch.num_decode or batch.num_rows > MAX_ROWS or not self._tiers or tokens > self._tiers[-1]:
             return None
+        if self._pool.window_pages is not None and batch.window is None:
+            return None
         if not self._backend.prefills_in_one_piece(batch, self._pool):
             return None
         adapters = batch.adapters if isinstance(batch.adapters, KernelStep) else None
         captured = self._of(self._tiers[bisect.bisect_left(self._tiers, tokens)], adapters)
         if captured is None:
             return None
-        for buffer, values, padding in (
+        inputs = [
             (captured.ids_T, batch.input_ids_T, -1),
             (captured.positions_T, batch.positions_T, 0),
             (captured.write_slots_T, batch.write_slots_T, -1),
-        ):
+        ]
+        if captured.window_slots_T is not None and batch.window is not None:
+            inputs.append((captured.window_slots_T, batch.window.write_slots_T, -1))
+        for buffer, values, padding in inputs:
             buffer[:tokens].copy_(values)
             buffer[tokens:].fill_(padding)
         self._backend.fill_prefill(captured.plan, batch)
@@ -154,6 +160,7 @@ class PrefillGraphs:
             return torch.full((tier,), value, dtype=torch.int64, device=device)
 
         ids_T, positions_T, write_slots_T = padding(-1), padding(0), padding(-1)
+        window_slots_T = None if self._pool.window_pages is None else padding(-1)
         plan = self._backend.plan_prefill_buffers(tier, MAX_ROWS, self._max_pages, self._pool)
         out_TNH = torch.zeros(tier, self._backend.num_heads, spec.head_dim, dtype=self._pool.dtype, device=device)
         hidden_TD = torch.empty(tier, spec.hidden, dtype=self._pool.dtype, device=device)
@@ -167,7 +174,7 @@ class PrefillGraphs:
         def chunk() -> None:
             states = dict(features)
             inputs = ids_T, positions_T, write_slots_T
-            hidden_TD.copy_(self._forward.hidden(*inputs, attend, states or None, adapters))
+            hidden_TD.copy_(self._forward.hidden(*inputs, attend, states or None, adapters, window_slots_T))
             for layer, buffer_TD in features.items():
                 buffer_TD.copy_(states[layer])
 
@@ -176,5 +183,5 @@ class PrefillGraphs:
             return None
         if replay is not None:
             self._counters.graph_captures += 1
-        buffers = (ids_T, positions_T, write_slots_T, plan, hidden_TD, adapters, out_TNH, features)
+        buffers = (ids_T, positions_T, write_slots_T, window_slots_T, plan, hidden_TD, adapters, out_TNH, features)
         return CapturedChunk(replay or chunk, *buffers)

@@ -22,8 +22,9 @@ from engine.runner.stepper import StepModes
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """`steps` steps of the rows in `slots`, in that order. `page_tables_BP` int32 has every page that
-    they may touch; `prefixes` are rows of it that share their first pages. `adapters` are the rows' slots in
-    the adapters' pool, none where nobody has one."""
+    they may touch, `window_tables_BP` those of windowed layers where they are others; `prefixes` are rows of it
+    that share their first pages. `adapters` are the rows' slots in the adapters' pool, none where nobody has
+    one."""
 
     slots: list[int]
     steps: int
@@ -31,10 +32,12 @@ class StepPlan:
     page_tables_BP: np.ndarray
     prefixes: list[SharedPrefix]
     adapters: list[int] = field(default_factory=list)
+    window_tables_BP: np.ndarray | None = None
 
     def encode(self) -> bytes:
-        pages = np.ascontiguousarray(self.page_tables_BP, dtype="<i4")
-        wire = _Wire(self.slots, self.steps, self.modes, pages.tobytes(), self.prefixes, self.adapters)
+        windows = b"" if self.window_tables_BP is None else _bytes(self.window_tables_BP)
+        pages = _bytes(self.page_tables_BP)
+        wire = _Wire(self.slots, self.steps, self.modes, pages, self.prefixes, self.adapters, windows)
         return msgspec.msgpack.encode(wire)
 
     @staticmethod
@@ -45,17 +48,23 @@ class StepPlan:
         except msgspec.DecodeError as error:
             raise InvalidRequest(field="step plan", expected="an encoded plan", actual=error) from error
         rows = len(wire.slots)
-        pages = np.frombuffer(wire.pages[: len(wire.pages) // 4 * 4], dtype="<i4")
+        pages, windows = (np.frombuffer(part[: len(part) // 4 * 4], "<i4") for part in (wire.pages, wire.windows))
         fits = rows > 0 and len(wire.pages) % (4 * rows) == 0 and len(pages) > 0 and wire.steps > 0
+        fits = fits and len(wire.windows) in (0, len(wire.pages))
         adapted = not wire.adapters or (len(wire.adapters) == rows and min(wire.adapters) >= 0)
         if not fits or not adapted or not all(0 <= p.start < p.end <= rows for p in wire.prefixes):
             raise InvalidRequest(
                 field="step plan",
                 expected="steps, rows, as many rows of pages and adapters, prefixes of those",
-                actual=f"{wire.steps} steps of {rows} rows, {len(wire.pages)} bytes of pages, {wire.prefixes}, "
-                f"adapters {wire.adapters}",
+                actual=f"{wire.steps} steps of {rows} rows, {len(wire.pages)} bytes of pages, {len(wire.windows)} of "
+                f"window pages, {wire.prefixes}, adapters {wire.adapters}",
             )
-        return StepPlan(wire.slots, wire.steps, wire.modes, pages.reshape(rows, -1), wire.prefixes, wire.adapters)
+        tables_BP, windows_BP = pages.reshape(rows, -1), windows.reshape(rows, -1) if len(windows) else None
+        return StepPlan(wire.slots, wire.steps, wire.modes, tables_BP, wire.prefixes, wire.adapters, windows_BP)
+
+
+def _bytes(tables_BP: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tables_BP, dtype="<i4").tobytes()
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -65,3 +74,4 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     pages: bytes
     prefixes: list[SharedPrefix]
     adapters: list[int]
+    windows: bytes

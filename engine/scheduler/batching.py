@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.adapters import Adapters, Lease, slot_of
-from engine.batch import ForwardBatch, SharedPrefix
+from engine.batch import ForwardBatch, SharedPrefix, WindowRows
 from engine.memory.request_table import RequestTable
 from engine.memory.transfer import send
 from engine.request import Sample
@@ -137,9 +137,7 @@ class BatchBuilder:
             rows_T = np.repeat(np.arange(len(slots)), counts_B)
             first_T = np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
             positions_T = np.arange(len(tokens_T)) - first_T + starts_B[rows_T]
-        pages_T = page_tables_BP[rows_T, positions_T // self._page_size].astype(np.int64)
-        assert pages_T.all(), "a token's page was not reserved"
-        write_slots_T = pages_T * self._page_size + positions_T % self._page_size
+        write_slots_T = self._write_slots(page_tables_BP, rows_T, positions_T)
         return ForwardBatch(
             input_ids_T=self._tensor(tokens_T),
             positions_T=self._tensor(positions_T),
@@ -152,7 +150,20 @@ class BatchBuilder:
             logit_rows_R=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
             shared_prefixes=self._shared_prefixes(keys[:num_decode], page_tables_BP, starts_B),
             state_slots=None if self._table.states_S is None else self._table.states_S[slots].tolist(),
+            window=self._window(slots, width, rows_T, positions_T),
         )
+
+    def _write_slots(self, page_tables_BP: np.ndarray, rows_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+        pages_T = page_tables_BP[rows_T, positions_T // self._page_size].astype(np.int64)
+        assert pages_T.all(), "a token's page was not reserved"
+        return pages_T * self._page_size + positions_T % self._page_size
+
+    def _window(self, slots: list[int], width: int, rows_T: np.ndarray, positions_T: np.ndarray) -> WindowRows | None:
+        if self._table.windows is None:
+            return None
+        tables_BP = self._table.windows.pages_SP[slots, :width]
+        write_slots_T = self._write_slots(tables_BP, rows_T, positions_T)
+        return WindowRows(self._tensor(write_slots_T), self._tensor(tables_BP))
 
     def _shared_prefixes(self, keys: list[int], page_tables_BP: np.ndarray, starts_B: np.ndarray) -> list[SharedPrefix]:
         """Runs of neighbouring decode rows that begin with the same pages. Pages in a prefix are

@@ -17,6 +17,7 @@ from engine.memory.allocator import PRIVATE, PageAllocator
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
 from engine.scheduler.states import RecurrentSlots
+from engine.scheduler.windows import WindowPages
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,8 @@ class Sequence:
 
 class PageManager:
     """Opens, grows, forks, publishes and closes sequences. A `draft_pool` holds a drafter's states under
-    the same page ids, and is copied wherever `pool` is. `states` are the slots of recurrent states."""
+    the same page ids, and is copied wherever `pool` is. `states` are the slots of recurrent states, `windows`
+    the pages of windowed layers where those have their own."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class PageManager:
         page_size: int,
         draft_pool: KVPool | None = None,
         states: RecurrentSlots | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         self.cache = cache
         self.allocator = allocator
@@ -55,6 +58,9 @@ class PageManager:
         self.draft_pool = draft_pool
         self.page_size = page_size
         self.states = states
+        self.windows = windows
+        if windows is not None:
+            table.windows = windows.table
         if states is not None:
             table.states_S = np.zeros(table.num_slots, dtype=np.int32)
         self._keys = 0
@@ -80,6 +86,10 @@ class PageManager:
         if pages is not None and self.states is not None and not self._set_state(slot, self.states.open(receipt)):
             self.allocator.free(pages, PRIVATE)
             pages = None
+        if pages is not None and self.windows is not None and not self.windows.open(slot, receipt, spare):
+            self.allocator.free(pages, PRIVATE)
+            self._close_state(slot)
+            pages = None
         if pages is None:
             self.cache.release(receipt)
             self.table.give_back(slot)
@@ -90,13 +100,26 @@ class PageManager:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that fit the pages it holds."""
-        return int(self.table.num_pages_S[sequence.slot]) * self.page_size
+        held = int(self.table.num_pages_S[sequence.slot]) * self.page_size
+        return held if self.windows is None else min(held, self.windows.room(sequence))
 
     def has_room(self, sequence: Sequence, num_tokens: int) -> bool:
         return num_tokens <= self.room(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, with nothing changed, when there is none."""
+        """Make room for `num_tokens` in all; False, with nothing taken, when there is none."""
+        return (self.windows is None or self.windows.reserve(sequence, num_tokens)) and self._reserve(
+            sequence, num_tokens
+        )
+
+    def prefillable(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
+        """How many of the next `num_tokens` tokens can be computed, whose pages are held, with `spare` window pages
+        left to others."""
+        if self.windows is None:
+            return num_tokens
+        return self.windows.most(sequence, sequence.computed + num_tokens, spare) - sequence.computed
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         held = int(self.table.num_pages_S[sequence.slot])
         missing = self.pages_for(num_tokens) - held
         if missing <= 0:
@@ -118,12 +141,15 @@ class PageManager:
             return
         first, last = start // self.page_size, end // self.page_size
         pages = self.table.pages(sequence.slot, first, last)
-        states = None
+        states: dict[str, object] = {}
         if keep_state and self.states is not None and self.table.states_S is not None:
-            snapshot = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, end)
-            states = {"recurrent": snapshot}
+            states["recurrent"] = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, end)
+        if self.windows is not None:
+            states["swa"] = self.windows.offered(sequence, first, last)
         extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages, states)
         self.table.pages_SP[sequence.slot, first:last] = extension.pages
+        if self.windows is not None:
+            self.windows.inserted(sequence, first, last)
 
     def fold(self, sequences: list[Sequence]) -> None:
         """The recurrent states of sequences that verified drafts become those after their `computed` tokens."""
@@ -144,10 +170,16 @@ class PageManager:
         if pages is None:
             self.table.give_back(slot)
             return None
+        if self.windows is not None and not self.windows.fork(parent, slot, num_tokens, spare):
+            self.allocator.free(pages, PRIVATE)
+            self.table.give_back(slot)
+            return None
         if self.states is not None and self.table.states_S is not None:
             live = self.states.fork(int(self.table.states_S[parent.slot]))
             if not self._set_state(slot, live):
                 self.allocator.free(pages, PRIVATE)
+                if self.windows is not None:
+                    self.windows.undo(slot)
                 self.table.give_back(slot)
                 return None
         (receipt,) = self.cache.fork(parent.receipt, 1)
@@ -168,10 +200,10 @@ class PageManager:
         private = self.table.pages(sequence.slot, sequence.receipt.length // self.page_size)
         if len(private):
             self.allocator.free(private, PRIVATE)
+        if self.windows is not None:
+            self.windows.close(sequence)
         self.cache.release(sequence.receipt, cold=cold)
-        if self.states is not None and self.table.states_S is not None:
-            self.states.close(int(self.table.states_S[sequence.slot]))
-            self.table.states_S[sequence.slot] = 0
+        self._close_state(sequence.slot)
         self.table.give_back(sequence.slot)
 
     @property
@@ -189,6 +221,8 @@ class PageManager:
         assert private == self.allocator.count(PRIVATE), "a private page is held by nobody"
         if self.states is not None:
             self.states.check(len(held))
+        if self.windows is not None:
+            self.windows.check(held)
 
     def _alloc(self, count: int, spare: int, after: int = 0) -> np.ndarray | None:
         if count <= 0:
@@ -206,6 +240,11 @@ class PageManager:
             return False
         self.table.states_S[slot] = live
         return True
+
+    def _close_state(self, slot: int) -> None:
+        if self.states is not None and self.table.states_S is not None:
+            self.states.close(int(self.table.states_S[slot]))
+            self.table.states_S[slot] = 0
 
     def _next_key(self) -> int:
         self._keys += 1

@@ -89,7 +89,7 @@ class Scheduler:
             sample = prefill.samples[0]
             target = self._target_length(sample)
             if len(prefill.samples) == 1:
-                if not self.pages.reserve(prefill.sequence, target):
+                if not self.pages.reserve(prefill.sequence, target) and self.running:
                     break
                 sequence = prefill.sequence
             else:
@@ -158,14 +158,21 @@ class Scheduler:
 
     def chunks(self) -> list[tuple[Prefill, int]]:
         """Prefills to work on in this step and how many tokens of each."""
+        chosen = self._chunks()
+        while not (chosen or self.running) and self._drop_prefill():
+            chosen = self._chunks()
+        return chosen
+
+    def _chunks(self) -> list[tuple[Prefill, int]]:
         budget = self.prefill_tokens
         chosen = []
         for prefill in self.prefills:
             if prefill.done or budget <= 0:
                 continue
-            count = prefill.chunk(budget)
-            chosen.append((prefill, count))
-            budget -= count
+            count = self.pages.prefillable(prefill.sequence, prefill.chunk(budget), self._spare())
+            if count:
+                chosen.append((prefill, count))
+                budget -= count
         return chosen
 
     # --- leaving ------------------------------------------------------------------------------
@@ -342,6 +349,8 @@ class Scheduler:
             if self._drop_ready():
                 continue
             victim = self.running[-1]
+            if victim is self.running[0] and self._drop_prefill(keep=0):
+                continue
             self.retract(victim)
             if victim is sample:
                 return
@@ -353,6 +362,14 @@ class Scheduler:
                 self._requeue(prefill)
                 return True
         return False
+
+    def _drop_prefill(self, keep: int = 1) -> bool:
+        """Give back the pages of the youngest prefill under way, unless only `keep` are."""
+        unfinished = [prefill for prefill in self.prefills if not prefill.done]
+        if len(unfinished) <= keep:
+            return False
+        self._requeue(unfinished[-1])
+        return True
 
     def _requeue(self, prefill: Prefill) -> None:
         self.prefills.remove(prefill)

@@ -22,6 +22,7 @@ from engine.build import Parts
 from engine.config import number
 from engine.errors import InvalidRequest, TooLarge
 from engine.memory.allocator import PRIVATE
+from engine.scheduler.windows import refuse_windows
 from engine.weights.digest import model_digest
 from trainer_bridge.drafter.examples import DraftExample
 
@@ -44,6 +45,7 @@ class FeatureScorer:
     """`layers` are those a drafter captures. Results lie on the target's device in its dtype."""
 
     def __init__(self, parts: Parts, layers: Sequence[int]) -> None:
+        refuse_windows(parts.pages, "features of an engine")
         highest = parts.model.spec.num_layers - 2
         if not layers or any(not 0 <= layer <= highest for layer in layers):
             raise InvalidRequest(field="layers", expected=f"target layers in [0, {highest}]", actual=list(layers))

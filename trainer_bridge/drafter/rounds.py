@@ -34,6 +34,7 @@ from engine.errors import TooLarge
 from engine.memory.allocator import PRIVATE
 from engine.memory.kv_pool import KVPool
 from engine.sampling.params import RowSampling
+from engine.scheduler.windows import refuse_windows
 from engine.types import SamplingParams, Want
 
 
@@ -88,6 +89,7 @@ class FullWindowRounds:
     """Plays rounds of `model` against the target of `parts`. Draft states lie under the target's page ids."""
 
     def __init__(self, parts: Parts, model: BlockDrafterModel, rule: Rule = "rejection") -> None:
+        refuse_windows(parts.pages, "rounds of full windows")
         pool, backbone = parts.pages.pool, model.spec.backbone
         drafts = KVPool(backbone, pool.num_pages, pool.page_size, model.dtype, parts.device)
         backend = make_attention("auto", backbone, parts.device, dtype=model.dtype)

@@ -13,6 +13,7 @@ from engine.build import Parts
 from engine.config import number
 from engine.memory.device_table import DeviceTable
 from engine.runner.model_runner import FusedRunner
+from engine.runner.round_plan import MOST_AT_ONCE
 from engine.runner.stepper import EagerStepper, Stepper
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
@@ -40,8 +41,9 @@ def make_loop(parts: Parts, scheduler: Scheduler, committer: Committer) -> Seria
             capture_chunks(parts)
         return serial
     burst, prefill_burst = parts.config.scheduler.burst, parts.config.scheduler.prefill_burst
-    window = 0 if speculation is None else 1 + speculation.max_drafts
-    table = DeviceTable(pages.table.num_slots, 2 * max(burst, window), parts.device)
+    # Tokens of two launches: bursts of steps, or a few rounds of whole windows.
+    most = burst if speculation is None else max(burst, MOST_AT_ONCE * (1 + speculation.max_drafts))
+    table = DeviceTable(pages.table.num_slots, 2 * most, parts.device)
     stepper = make_stepper(parts, table, builder)
     rounds = make_rounds(parts, table, committer)
     return OverlappedLoop(
@@ -92,8 +94,7 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> Devic
     stepper = RoundStepper(shared, table, parts.pages.table, most_rows, parts.counters)
     parts.memory.graphs.append(stepper)
     speculation.plan_for(stepper.verify_tiers)
-    burst = parts.config.scheduler.burst
-    return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, burst)
+    return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, table.ring)
 
 
 def capture_chunks(parts: Parts) -> None:

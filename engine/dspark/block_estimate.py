@@ -41,6 +41,12 @@ class _Open:
     gained: float = 0.0
 
 
+def is_exact(drafted: int, verified: int, accepted: int, emitted: int) -> bool:
+    """Whether a step is known to have emitted what its whole window would have: it was verified whole, a draft
+    was refused, or the request ended before all that were accepted."""
+    return verified == drafted or accepted < verified or emitted <= accepted
+
+
 class BlockEstimate:
     """Open steps by request. `sums` grows as they close."""
 
@@ -64,7 +70,7 @@ class BlockEstimate:
         for token, logprob in zip(tokens, logprobs, strict=True):
             self._meet(request, token, logprob)
         emitted = len(tokens)
-        if verified == len(drafts) or accepted < verified or emitted <= accepted:
+        if is_exact(len(drafts), verified, accepted, emitted):
             self._close(emitted, emitted, emitted, exact=True)
             return
         trimmed = _Open(emitted, list(drafts[verified:]), None if log_q is None else list(log_q[verified:]))
@@ -73,9 +79,14 @@ class BlockEstimate:
         self._meet_one(trimmed, tokens[-1], logprobs[-1])
         self._sweep(request)
 
-    def exact(self, emitted: int, whole: int) -> None:
-        """A step that emitted fewer tokens than the `whole` that its full window is known to yield."""
-        self._close(emitted, whole, whole, exact=True)
+    def exact(self, emitted: int, whole: int, steps: int = 1) -> None:
+        """Steps that emitted fewer tokens, or no more, than the `whole` that their full windows are known to
+        yield."""
+        self._close(emitted, whole, whole, exact=True, steps=steps)
+
+    def is_open(self, request: Hashable) -> bool:
+        """Whether a trimmed step of the request waits for its next tokens."""
+        return request in self._open
 
     def plain(self, request: Hashable, token: int, logprob: float) -> None:
         """A token from a step without drafts."""
@@ -117,9 +128,9 @@ class BlockEstimate:
         else:
             self._open.pop(request, None)
 
-    def _close(self, emitted: float, lower: float, upper: float, exact: bool = False) -> None:
-        self.sums.steps += 1
-        self.sums.exact += exact
+    def _close(self, emitted: float, lower: float, upper: float, exact: bool = False, steps: int = 1) -> None:
+        self.sums.steps += steps
+        self.sums.exact += exact * steps
         self.sums.emitted += emitted
         self.sums.lower += lower
         self.sums.upper += upper

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.dspark.block_estimate import BlockEstimate
+from engine.dspark.block_estimate import BlockEstimate, is_exact
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MOST_CLASSES = 64
 """Requests name their domains and policies, and every pair is a set of series in whoever collects them."""
 _OTHERS = "others"
+_MOST_REMEMBERED = 16
+"""Requests of a step whose outcomes go into means of their own: the host has as long as a round takes."""
 
 
 class Record:
@@ -72,14 +74,11 @@ class Record:
                 self._observe_plain(step, row)
             return
         self.probes += step.plan.probe
-        assert step.proposal is not None
-        drafts = step.proposal.ids_BG.tolist()
-        for row in range(len(step.samples)):
-            if row < len(step.survival_BG):
-                self._observe_row(step, row, drafts[row])
-            else:
-                # There was nothing to draft for.
-                self._observe_plain(step, row)
+        drafting = len(step.survival_BG)
+        for row in range(drafting, len(step.samples)):
+            # There was nothing to draft for.
+            self._observe_plain(step, row)
+        self._observe_counts(step, drafting)
         self._observe_chances(step)
         if self.on_round is not None:
             self.on_round(step)
@@ -148,27 +147,59 @@ class Record:
         if len(sample.ids) > step.known[row]:
             self._ceiling.plain(step.keys[row], sample.ids[-1], sample.columns.logprobs[-1])
 
-    def _observe_row(self, step: DraftStep, row: int, ids: list[int]) -> None:
-        sample, drafts, verdict, proposal = step.samples[row], step.drafts[row], step.verdict, step.proposal
+    def _observe_counts(self, step: DraftStep, rows: int) -> None:
+        """What became of the first `rows` requests' drafts, which all had some."""
+        verdict, proposal = step.verdict, step.proposal
         assert verdict is not None and proposal is not None
-        emitted = len(sample.ids) - step.known[row]
-        whole = verdict.num_accepted[row]
-        accepted = min(whole, step.keep[row])
-        self._stats(sample).observe(proposal.lens[row], len(drafts), accepted, emitted, window=step.keep[row])
+        verified = [len(drafts) for drafts in step.drafts[:rows]]
+        emitted = [len(sample.ids) - known for sample, known in zip(step.samples[:rows], step.known, strict=False)]
+        accepted = [min(pair) for pair in zip(verdict.num_accepted[:rows], step.keep, strict=False)]
+        members: dict[int, tuple[DraftStats, list[int]]] = {}
+        for row, sample in enumerate(step.samples[:rows]):
+            stats = self._stats(sample)
+            members.setdefault(id(stats), (stats, []))[1].append(row)
+        for stats, own in members.values():
+            parts = proposal.lens, verified, accepted, emitted, step.keep
+            stats.observe(*([part[row] for row in own] for part in parts))
         if self._config.mode == "cap_accept":
-            self._ceiling.exact(emitted, emitted if sample.finish == "stop" else whole + 1)
+            for sample, count, whole in zip(step.samples[:rows], emitted, verdict.num_accepted, strict=False):
+                self._ceiling.exact(count, count if sample.finish == "stop" else whole + 1)
         else:
-            self._observe_ceiling(step, row, ids[: proposal.lens[row]], emitted, accepted)
+            self._observe_ceilings(step, verified, accepted, emitted)
 
-    def _observe_ceiling(self, step: DraftStep, row: int, ids: list[int], emitted: int, accepted: int) -> None:
-        """What the drafts that were not verified would have added. Rejection that trims rows sampled from
-        more than logits over temperature is left out: log p of a draft is not known there."""
+    def _observe_ceilings(self, step: DraftStep, verified: list[int], accepted: list[int], emitted: list[int]) -> None:
+        """What the drafts that were not verified would have added: none, in most steps."""
+        assert step.proposal is not None
+        steps, total, open_rows = 0, 0, []
+        for row, parts in enumerate(zip(step.proposal.lens, verified, accepted, emitted, strict=False)):
+            if is_exact(*parts) and not self._ceiling.is_open(step.keys[row]) and not self._unknown(step, row):
+                steps += 1
+                total += emitted[row]
+            else:
+                open_rows.append(row)
+        if steps:
+            self._ceiling.exact(total, total, steps)
+        if open_rows:
+            drafts = step.proposal.ids_BG.tolist()
+        for row in open_rows:
+            if not self._unknown(step, row):
+                ids = drafts[row][: step.proposal.lens[row]]
+                self._observe_ceiling(step, row, ids, verified[row], emitted[row], accepted[row])
+
+    def _unknown(self, step: DraftStep, row: int) -> bool:
+        """Rejection that trims rows sampled from more than logits over temperature is left out: log p of a draft
+        is not known there."""
+        sampling = step.samples[row].row
+        trims = self._config.rule == "rejection" and self._config.mode == "compact"
+        return trims and not sampling.greedy and not _plain_temperature(sampling)
+
+    def _observe_ceiling(
+        self, step: DraftStep, row: int, ids: list[int], verified: int, emitted: int, accepted: int
+    ) -> None:
         sample, proposal = step.samples[row], step.proposal
         assert proposal is not None
         log_q = None
         if self._config.rule == "rejection" and not sample.row.greedy:
-            if self._config.mode == "compact" and not _plain_temperature(sample.row):
-                return
             log_q = [0.0] * len(ids)
             if proposal.log_q_BG is not None:
                 log_q = proposal.log_q_BG[row, : len(ids)].tolist()
@@ -178,7 +209,6 @@ class Record:
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
         tokens = sample.ids[step.known[row] :]
         logprobs = sample.columns.logprobs[len(sample.columns.logprobs) - emitted :]
-        verified = len(step.drafts[row])
         self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, tokens, logprobs)
 
     def _observe_chances(self, step: DraftStep) -> None:
@@ -187,25 +217,47 @@ class Record:
         verified, chances = [len(drafts) for drafts in step.drafts[:rows]], verdict.chances[:rows]
         labels_BG = survival_labels(chances, verified, self._drafts)
         self.reliability.observe(step.survival_BG, labels_BG)
-        for sample, known in zip(step.samples[:rows], chances, strict=True):
-            if known:
-                self._estimate.observe(sample.group.arrival, sample.order, known, policy_of(sample))
+        for row in self._turns(rows):
+            if chances[row]:
+                sample = step.samples[row]
+                self._estimate.observe(sample.group.arrival, sample.order, chances[row], policy_of(sample))
         spent_BG = np.arange(step.survival_BG.shape[1]) < np.asarray(verified)[:, None]
         expected = np.where(spent_BG, step.survival_BG, 0.0).sum(1).tolist()
-        self.switch.observe(step.plan.step, sum(expected), sum(verdict.num_accepted[:rows]), sum(verified))
-        policies: dict[str, list[tuple[float, int, int]]] = {}
-        for b, anchor in enumerate(step.anchors[:rows]):
-            outcome = (expected[b], verdict.num_accepted[b], verified[b])
-            self.switch.observe_length(step.plan.step, anchor + 1, *outcome)
-            policies.setdefault(policy_of(step.samples[b]), []).append(outcome)
-        for policy, outcomes in policies.items():
-            if policy:
-                self.switch.observe_policy(step.plan.step, policy, *map(sum, zip(*outcomes, strict=True)))
+        self._watch(step, list(zip(expected, verdict.num_accepted[:rows], verified, strict=True)))
+        self._rounds += 1
         if self._online is not None and proposal.confidence_BG is not None:
-            self._online.observe(proposal.confidence_BG.double().cpu().numpy(), chances, verified)
-            self._rounds += 1
+            self._online.observe(proposal.confidence_BG.double().cpu().numpy(), labels_BG)
             if self._config.recalibrate_every and self._rounds % self._config.recalibrate_every == 0:
                 self._online.refit()
+
+    def _turns(self, rows: int) -> range | list[int]:
+        """Rows whose outcomes are remembered one by one: all of a few, of many so many a step in turn."""
+        if rows <= _MOST_REMEMBERED:
+            return range(rows)
+        first = self._rounds * _MOST_REMEMBERED % rows
+        return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
+
+    def _watch(self, step: DraftStep, outcomes: list[tuple[float, int, int]]) -> None:
+        """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
+        number = step.plan.step
+        self.switch.observe(number, *_summed(outcomes))
+        lengths: dict[int, list[tuple[float, int, int]]] = {}
+        policies: dict[str, list[tuple[float, int, int]]] = {}
+        for b, outcome in enumerate(outcomes):
+            # Lengths are told apart by powers of two.
+            lengths.setdefault((step.anchors[b] + 1).bit_length(), []).append(outcome)
+            policy = policy_of(step.samples[b])
+            if policy:
+                policies.setdefault(policy, []).append(outcome)
+        for bits, members in lengths.items():
+            self.switch.observe_length(number, (1 << bits) - 1, *_summed(members))
+        for policy, members in policies.items():
+            self.switch.observe_policy(number, policy, *_summed(members))
+
+
+def _summed(outcomes: list[tuple[float, int, int]]) -> tuple[float, int, int]:
+    expected, accepted, verified = zip(*outcomes, strict=True)
+    return sum(expected), sum(accepted), sum(verified)
 
 
 def policy_of(sample: Sample) -> str:

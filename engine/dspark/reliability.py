@@ -4,7 +4,7 @@ Owns the sums behind expected calibration error, Brier score and area under the 
 position; they add up over steps and engines and are divided once, when shown. Ignores where
 predictions come from.
 
-Shapes: N observations, G drafts, K bins.
+Shapes: N observations, S of them with their positions, G drafts, K bins.
 """
 
 from __future__ import annotations
@@ -49,17 +49,16 @@ class Reliability:
 
     def observe(self, predicted_NG: np.ndarray, labels_NG: np.ndarray) -> None:
         """Predictions and labels of equal shape; a label of NaN was not observed."""
-        for g in range(self.drafts):
-            seen_N = ~np.isnan(labels_NG[:, g])
-            p, y = predicted_NG[seen_N, g], labels_NG[seen_N, g]
-            place = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-            self.count_GK[g] += np.bincount(place, minlength=CALIBRATION_BINS)
-            self.predicted_GK[g] += np.bincount(place, p, minlength=CALIBRATION_BINS)
-            self.labels_GK[g] += np.bincount(place, y, minlength=CALIBRATION_BINS)
-            self.squared_G[g] += ((p - y) ** 2).sum()
-            fine = np.minimum((p * _CURVE_BINS).astype(int), _CURVE_BINS - 1)
-            self.accepted_GC[g] += np.bincount(fine, y, minlength=_CURVE_BINS)
-            self.refused_GC[g] += np.bincount(fine, 1.0 - y, minlength=_CURVE_BINS)
+        _, position_S = seen = np.nonzero(~np.isnan(labels_NG))
+        p_S, y_S = predicted_NG[seen], labels_NG[seen]
+        place = position_S, np.minimum((p_S * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+        np.add.at(self.count_GK, place, 1.0)
+        np.add.at(self.predicted_GK, place, p_S)
+        np.add.at(self.labels_GK, place, y_S)
+        np.add.at(self.squared_G, position_S, (p_S - y_S) ** 2)
+        fine = position_S, np.minimum((p_S * _CURVE_BINS).astype(int), _CURVE_BINS - 1)
+        np.add.at(self.accepted_GC, fine, y_S)
+        np.add.at(self.refused_GC, fine, 1.0 - y_S)
 
     def add(self, other: Reliability) -> None:
         for name in ("count_GK", "predicted_GK", "labels_GK", "squared_G", "accepted_GC", "refused_GC"):

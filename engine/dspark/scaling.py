@@ -130,11 +130,9 @@ class OnlineScaling:
         self._next = 0
         self.fit: ScalingFit | None = None
 
-    def observe(self, logits_BG: np.ndarray, chances: Sequence[Sequence[float]], verified: Sequence[int]) -> None:
-        """A step's raw confidence logits, and what became of its drafts. Rounds that verified nothing say
-        nothing."""
-        labels_BG = survival_labels(chances, verified, self._logits_NG.shape[1])
-        seen = np.flatnonzero(np.asarray(verified))[-len(self._weights_N) :]
+    def observe(self, logits_BG: np.ndarray, labels_BG: np.ndarray) -> None:
+        """A step's raw confidence logits, and its `survival_labels`. Rounds that verified nothing say nothing."""
+        seen = np.flatnonzero(~np.isnan(labels_BG[:, 0]))[-len(self._weights_N) :]
         places = (self._next + np.arange(len(seen))) % len(self._weights_N)
         self._logits_NG[places], self._labels_NG[places] = logits_BG[seen], labels_BG[seen]
         self._weights_N[places] = 1.0

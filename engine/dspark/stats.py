@@ -9,6 +9,7 @@ cut off was never emitted and counts nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,21 +41,34 @@ class DraftStats:
         self.windows = np.zeros(self.max_drafts + 1, dtype=np.int64)
         self.lengths = np.zeros(self.max_drafts + 2, dtype=np.int64)
 
-    def observe(self, drafted: int, verified: int, accepted: int, emitted: int, window: int | None = None) -> None:
-        """One request's verify step: drafts made, verified, accepted, and tokens that were kept, which
-        a stop may have cut below accepted + 1. `window` is what may have been kept where that is less
-        than what was verified."""
-        assert 0 <= accepted <= verified <= drafted <= self.max_drafts and 0 <= emitted <= accepted + 1
-        kept = min(accepted, emitted)
-        self.steps += 1
-        self.drafted += drafted
-        self.proposed += verified
-        self.accepted += kept
-        self.emitted += emitted
-        self.verify_rows += 1 + verified
-        self.accepted_at[:kept] += 1
-        self.windows[verified if window is None else window] += 1
-        self.lengths[emitted] += 1
+    def observe(
+        self,
+        drafted: Sequence[int],
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        emitted: Sequence[int],
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        """Verify steps, an entry each: drafts made, verified, accepted, and tokens that were kept, which a
+        stop may have cut below accepted + 1. `windows` are what may have been kept where that is less than
+        what was verified."""
+        values_4N = np.array((accepted, verified, drafted, emitted), dtype=np.int64)
+        accepted_N, verified_N, _, emitted_N = values_4N
+        ordered_3N = np.diff(values_4N[:3], axis=0, prepend=0)
+        assert values_4N.min() >= 0 <= ordered_3N.min(), "accepted at most verified, verified at most drafted"
+        assert values_4N[2].max() <= self.max_drafts and (emitted_N <= accepted_N + 1).all()
+        kept_N = np.minimum(accepted_N, emitted_N)
+        _, num_verified, num_drafted, num_emitted = values_4N.sum(1).tolist()
+        self.steps += len(kept_N)
+        self.drafted += num_drafted
+        self.proposed += num_verified
+        self.accepted += int(kept_N.sum())
+        self.emitted += num_emitted
+        self.verify_rows += len(kept_N) + num_verified
+        kept_by_count = np.bincount(kept_N, minlength=self.max_drafts + 1)
+        self.accepted_at += np.cumsum(kept_by_count[::-1])[::-1][1:]
+        self.windows += np.bincount(verified_N if windows is None else windows, minlength=self.max_drafts + 1)
+        self.lengths += np.bincount(emitted_N, minlength=self.max_drafts + 2)
 
     def add(self, other: DraftStats) -> None:
         for name in ("steps", "plain_steps", "drafted", "proposed", "accepted", "emitted", "verify_rows"):

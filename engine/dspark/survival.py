@@ -165,7 +165,7 @@ class DraftSwitch:
         self._whole.observe(step, predicted, accepted, verified)
 
     def observe_length(self, step: int, length: int, predicted: float, accepted: int, verified: int) -> None:
-        """Those of one request."""
+        """Those of requests of about that length."""
         place = length.bit_length()
         if place not in self._by_length:
             self._by_length[place] = _Off(DriftAlarm(), self._cooldown)

@@ -16,6 +16,9 @@ import numpy as np
 from engine.dspark.config import Mode, Rule
 from engine.runner.stepper import StepModes
 
+MOST_AT_ONCE = 4
+"""Rounds launched at once, at most: their budget is as old as the first of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundModes:

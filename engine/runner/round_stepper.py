@@ -96,7 +96,9 @@ class RoundStepper:
         records = []
         for _ in range(plan.rounds):
             captured.replay()
-            records.append(to_host(captured.launches.record_BF[:rows].clone()))
+            record_BF = captured.launches.record_BF[:rows]
+            # A copy to the host is in order: the next round overwrites this one's record behind it.
+            records.append(to_host(record_BF) if record_BF.is_cuda else record_BF.clone())
         self._counters.graph_rows += rows * plan.rounds
         self._counters.graph_padded_rows += tier * plan.rounds
         self._counters.graph_eager_steps += 0 if captured.graphed else plan.rounds

@@ -69,17 +69,14 @@ class HostResult:
         self.finished = parts["finished"]
         self._parts = parts
         self._top_rows = top_rows
-        # Lists of whole bursts: a few numbers of a row are read faster from those than from arrays.
-        self._ids: list[list[int]] = parts["ids"].tolist()
-        self._logprobs: list[list[float]] = parts["logprobs"].tolist()
 
     def tokens(self, row: int, start: int, end: int, want: Want) -> tuple[list[int], Columns]:
         """New tokens [start, end) of a row and the columns it wants."""
-        columns = Columns(_around(self._logprobs[row], start, end))
-        ids = _around(self._ids[row], start, end)
+        columns = Columns(_around(self._parts["logprobs"][row], start, end))
+        ids_W = self._parts["ids"][row]
         if row in self._top_rows or want.extra_logprobs or want.entropy:
-            self._add_columns(columns, row, np.arange(start, end) % len(self._ids[row]), want)
-        return ids, columns
+            self._add_columns(columns, row, np.arange(start, end) % len(ids_W), want)
+        return _around(ids_W, start, end), columns
 
     def _add_columns(self, columns: Columns, row: int, places: np.ndarray, want: Want) -> None:
         for name in want.extra_logprobs:
@@ -98,10 +95,10 @@ class HostResult:
         columns.top_logprobs = np.take_along_axis(values_TK, order_TK, -1).tolist()
 
 
-def _around(ring: list, start: int, end: int) -> list:
+def _around(ring_W: np.ndarray, start: int, end: int) -> list:
     """Entries [start, end) of a ring, at most all of it."""
-    first, last = start % len(ring), (end - 1) % len(ring) + 1
-    return ring[first:last] if first < last else ring[first:] + ring[:last]
+    first, last = start % len(ring_W), (end - 1) % len(ring_W) + 1
+    return ring_W[first:last].tolist() if first < last else ring_W[first:].tolist() + ring_W[:last].tolist()
 
 
 class BurstResult(Protocol):

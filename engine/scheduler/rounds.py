@@ -22,11 +22,11 @@ from engine.dspark.acceptance import Verdict
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
 from engine.dspark.speculation import Speculation
-from engine.kernels.round_commit import HEAD
+from engine.kernels.round_commit import HEAD, PARTS
 from engine.memory.device_table import BAD
 from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
-from engine.runner.round_plan import RoundModes, RoundPlan
+from engine.runner.round_plan import MOST_AT_ONCE, RoundModes, RoundPlan
 from engine.runner.round_stepper import RoundResult, RoundStepper
 from engine.runner.stepper import HostResult, StepModes
 from engine.sampling.sampler import SampleResult
@@ -34,6 +34,8 @@ from engine.scheduler.commit import Committer
 from engine.scheduler.handover import has_host_stops
 from engine.scheduler.pages import PageManager
 
+_ENOUGH_SECONDS = 0.006
+"""Rounds that take this long together keep a device busy until the host comes with the next ones."""
 _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
 """Tokens of a verdict are with their samples before anybody reads it."""
 
@@ -48,7 +50,7 @@ class Planned:
 
 
 class DeviceRounds:
-    """`burst` bounds the tokens that rounds launched at once may yield a row, unless one round yields more."""
+    """`ring` tokens a row have room on the device, for two launches."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class DeviceRounds:
         committer: Committer,
         counters: EngineCounters,
         context_len: int,
-        burst: int,
+        ring: int,
     ) -> None:
         self._speculation = speculation
         self._stepper = stepper
@@ -68,7 +70,8 @@ class DeviceRounds:
         self._context_len = context_len
         self.window = 1 + speculation.max_drafts
         """Tokens that a round yields a row at most."""
-        self._at_once = max(1, burst // self.window)
+        self._at_once = min(MOST_AT_ONCE, ring // (2 * self.window))
+        assert self._at_once >= 1, f"a ring of {ring} cannot hold two rounds of {self.window}"
 
     @property
     def follows_host(self) -> bool:
@@ -90,9 +93,21 @@ class DeviceRounds:
         return Planned(step, most, proposal) if step.plan.drafting else None
 
     def rounds(self, planned: Planned, most: int) -> int:
-        """How many to launch at once, of the `most` steps that would be."""
-        longest = max(sample.remaining for sample in planned.step.samples)
-        return 1 if self.follows_host else max(1, min(most, self._at_once, longest))
+        """How many to launch at once, of the `most` steps that would be: more of short ones, which the host cannot
+        keep pace with one by one."""
+        if self.follows_host or most == 1:
+            return 1
+        step, config = planned.step, self._speculation.config
+        verified = step.plan.budget if config.mode == "compact" else sum(planned.most)
+        contexts = np.array([sample.length for sample in step.samples], dtype=np.float64)
+        shape = replace(
+            step.shape,
+            tier=self._stepper.tier(len(contexts) + verified),
+            context_queries=float(contexts.sum() * (1 + verified / len(contexts))),
+        )
+        (seconds,) = self._speculation.cost.predict([shape])
+        longest = max(sample.remaining for sample in step.samples)
+        return max(1, min(self._at_once, longest, int(_ENOUGH_SECONDS / seconds)))
 
     def reserve(self, samples: Sequence[Sample], ahead: Sequence[int]) -> None:
         """Pages for `ahead` tokens of each sample and its drafter's block behind them, as far as there are
@@ -175,23 +190,22 @@ class DeviceRounds:
 
     def _step(self, planned: Planned, members: list[int], record_BF: np.ndarray) -> DraftStep:
         """What the device did, told as the serial loop tells it."""
-        foreseen, drafts = planned.step, self.window - 1
-        missing = self._speculation.drafter.traits.max_drafts - drafts
+        foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
         samples = [foreseen.samples[b] for b in members]
-        window_M, verified_M, keep_M, accepted_M, _ = record_BF[members, :HEAD].T
-        parts_MPG = record_BF[members, HEAD:].reshape(len(members), -1, drafts)
-        ids_MG = parts_MPG[:, 0].astype(np.int64)
-        values_MPG = np.pad(parts_MPG[:, 1:].copy().view(np.float32), ((0, 0), (0, 0), (0, missing)))
+        record_MF = record_BF[members]
+        window_M, verified_M, keep_M, accepted_M, _ = record_MF[:, :HEAD].T
+        ids_MG = record_MF[:, HEAD : HEAD + drafts].astype(np.int64)
+        values_MPG = np.zeros((len(members), PARTS - 1, traits.max_drafts), dtype=np.float32)
+        bits_MX = record_MF[:, HEAD + drafts :].view(np.float32)
+        values_MPG[:, :, :drafts] = bits_MX.reshape(len(members), PARTS - 1, drafts)
         drafted = int((window_M > 0).sum())
-        confidence_MG = None
-        if self._speculation.drafter.traits.has_confidence:
-            confidence_MG = torch.from_numpy(values_MPG[:drafted, 0])
         made = window_M.tolist() if self.follows_host else [drafts] * drafted
+        confidence_MG = torch.from_numpy(values_MPG[:drafted, 0]) if traits.has_confidence else None
         proposal = Proposal(torch.from_numpy(ids_MG[:drafted]), made[:drafted], None, confidence_MG)
-        if self._speculation.drafter.traits.has_probabilities:
+        if traits.has_probabilities:
             proposal.log_q_BG = values_MPG[:drafted, 3, :drafts]
         verified, accepted = verified_M.tolist(), accepted_M.tolist()
-        contexts = np.array([sample.length for sample in samples], dtype=np.float64)
+        contexts_M = np.array([sample.length for sample in samples], dtype=np.float64)
         step = replace(
             foreseen,
             samples=samples,
@@ -208,21 +222,19 @@ class DeviceRounds:
             foreseen.shape,
             rows=len(samples),
             tier=self._stepper.tier(len(samples) + sum(verified)),
-            context_queries=float((contexts * (1 + verified_M)).sum()),
+            context_queries=float((contexts_M * (1 + verified_M)).sum()),
         )
         return step
 
 
 def _chances(chance_MG: np.ndarray, verified: list[int], accepted: list[int]) -> list[list[float]]:
     """As `Verdict` has them: soft where they are known, else 1 up to the first draft that was not kept."""
-    chances = []
-    for row, count, kept in zip(chance_MG, verified, accepted, strict=True):
-        known = row[:count]
-        if count and not np.isnan(known[0]):
-            chances.append(known.tolist())
-        else:
-            chances.append([1.0] * kept + [0.0] * (kept < count))
-    return chances
+    soft = (~np.isnan(chance_MG[:, 0])).tolist()
+    values = chance_MG.tolist() if any(soft) else chance_MG
+    return [
+        values[m][:count] if count and soft[m] else [1.0] * kept + [0.0] * (kept < count)
+        for m, (count, kept) in enumerate(zip(verified, accepted, strict=True))
+    ]
 
 
 def _slot(sample: Sample) -> int:

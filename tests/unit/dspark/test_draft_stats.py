@@ -14,7 +14,7 @@ def test_case_l3_counters_follow_one_definition():
     stats = DraftStats(4)
     live = []
     for accepted in (4, 2, 0, 1):
-        stats.observe(drafted=4, verified=4, accepted=accepted, emitted=accepted + 1)
+        stats.observe([4], [4], [accepted], [accepted + 1])
         live.append(stats.accept_length)
     assert (stats.proposed, stats.accepted, stats.steps, stats.emitted) == (16, 7, 4, 11)
     assert stats.accept_length == 2.75 and live == [5.0, 4.0, 9 / 3, 2.75]
@@ -29,7 +29,7 @@ def test_case_d3_tokens_that_a_cap_drops_count_nowhere(block, max_new):
     stats, left = DraftStats(block), max_new
     while left:
         emitted = min(block + 1, left)
-        stats.observe(drafted=block, verified=block, accepted=block, emitted=emitted)
+        stats.observe([block], [block], [block], [emitted])
         left -= emitted
     assert stats.emitted == max_new
     assert stats.accepted <= min(stats.emitted, stats.proposed)
@@ -41,11 +41,11 @@ def test_sums_of_requests_are_the_sum():
     whole = DraftStats(3)
     rng = np.random.default_rng(0)
     for part in parts:
-        for _ in range(10):
-            verified = int(rng.integers(0, 4))
-            accepted = int(rng.integers(0, verified + 1))
-            for stats in (part, whole):
-                stats.observe(3, verified, accepted, accepted + 1)
+        verified = rng.integers(0, 4, 10)
+        accepted = rng.integers(0, verified + 1)
+        part.observe([3] * 10, verified, accepted, accepted + 1)
+        for row in range(10):
+            whole.observe([3], verified[[row]], accepted[[row]], accepted[[row]] + 1)
     total = DraftStats(3)
     for part in parts:
         total.add(part)

@@ -103,7 +103,7 @@ def test_online_refits_follow_a_new_policy():
 
     def feed(count, seed, distortion):
         logits, _, chances = rounds(count, seed, distortion)
-        online.observe(logits, chances.tolist(), [3] * count)
+        online.observe(logits, survival_labels(chances.tolist(), [3] * count, 3))
 
     feed(500, 0, TRUE)
     assert online.refit() is None and scaling.temperatures_G.tolist() == [1.0] * 3

@@ -5,26 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support import ask, assert_sample_is_reference, make_engine, prompt, save_tiny
+from tests.support import ask, assert_sample_is_reference, make_engine, prompt
+from tests.unit.dspark.recurrent_models import KINDS, save_recurrent
 from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine
 from tests.unit.dspark.test_served import assert_alike, requests
 from tests.unit.engine.schedules import fuzz
 
 PAGE = 4
-KINDS = {
-    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3, block_multiple_of=32),
-}
+SLOW = [kind for kind in KINDS if kind != "lfm2"]
 DRAFTERS = {"block": dict(mode="compact", least=1), "ngram": dict()}
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=["lfm2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def folder(kind, tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp(kind), seed=4, kind=kind, **KINDS[kind])
+    return save_recurrent(tmp_path_factory.mktemp(kind), kind)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def test_forks_and_retraction(folder, drafter):
 
 def test_random_schedules(folder, kind, drafter, tmp_path):
     """Aborts, pauses, updates of three kinds and a pool too small, with every token computed again."""
-    other = save_tiny(tmp_path, seed=5, kind=kind, **KINDS[kind])
+    other = save_recurrent(tmp_path, kind, seed=5)
     tally = fuzz([folder, other], range(60, 62), "serial", dspark=settings(drafter, "block"))
     assert tally.samples > 20
 
@@ -90,6 +89,6 @@ def test_random_schedules(folder, kind, drafter, tmp_path):
 @pytest.mark.parametrize("name", list(DRAFTERS))
 @pytest.mark.parametrize("loop", ["serial", "overlapped"])
 def test_many_random_schedules(folder, kind, drafter, tmp_path, name, loop):
-    other = save_tiny(tmp_path, seed=5, kind=kind, **KINDS[kind])
+    other = save_recurrent(tmp_path, kind, seed=5)
     tally = fuzz([folder, other], range(7000, 7100), loop, dspark=settings(drafter, name, probe_every=3))
     assert tally.schedules == 100 and tally.samples > 1000

@@ -14,21 +14,20 @@ from engine.layers.replay import ReplayStep, VerifyStep, replay, verify
 from engine.memory.replay_ring import ReplayLayout, ReplayRings
 from engine.memory.state_pool import StatePool
 from engine.models import decoder
-from engine.models.mixers import ShortConvSpec, StateLayout
+from engine.models.mamba2 import Mamba2Spec
+from engine.models.mixers import GatedDeltaSpec, ShortConvSpec, StateLayout
 from engine.parallel import TensorParallel
 from engine.request import GroupSink
-from tests.support import ask, make_engine, prompt, save_tiny
-from tests.unit.dspark.served import Oracle, Scripted, scripted_engine
+from tests.support import ask, make_engine, prompt
+from tests.unit.dspark.recurrent_models import KINDS, save_recurrent
+from tests.unit.dspark.served import Scripted, scripted_engine
 
 PAGE = 8
-KINDS = {
-    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3, block_multiple_of=32),
-}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def folder(request, tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp(request.param), seed=4, kind=request.param, **KINDS[request.param])
+    return save_recurrent(tmp_path_factory.mktemp(request.param), request.param)
 
 
 class Quiet(GroupSink):
@@ -46,53 +45,57 @@ class Quiet(GroupSink):
     on_delta = on_error = on_group
 
 
-def states_by_length(engine, count: int) -> dict[int, dict[int, list[torch.Tensor]]]:
-    """Sample -> length -> copies of its live state's tensors after every step that left it running."""
-    pages, seen = engine._parts.pages, {}
+def run(engine, requests) -> tuple[list, dict[str, dict[int, list[torch.Tensor]]]]:
+    """The samples, and by group and length the tensors of its state, and of that kept for the cache, after every
+    step that left it running."""
+    sinks = [Quiet() for _ in requests]
+    for request, sink in zip(requests, sinks, strict=True):
+        engine.add_group(request, sink)
+    pages = engine._parts.pages
     pool = pages.states.pool
+    seen: dict[str, dict[int, list[torch.Tensor]]] = {request.group_id: {} for request in requests}
     while engine.step():
         engine.check()
         for sample in engine._scheduler.running:
             slot = int(pages.table.states_S[sample.sequence.slot])
-            tensors = [tensor[slot].clone() for layer in pool.layout.layers for tensor in pool.layer(layer)]
-            partner = pool.partner(slot), pool.tracked(slot)
-            if partner[1] >= 0:
-                tensors += [tensor[partner[0]].clone() for layer in pool.layout.layers for tensor in pool.layer(layer)]
-            seen.setdefault(sample.group.request.group_id, {})[sample.sequence.computed] = tensors
-    return seen
+            slots = [slot, pool.partner(slot)] if pool.tracked(slot) >= 0 else [slot]
+            tensors = [tensor[slots].clone() for layer in pool.layout.layers for tensor in pool.layer(layer)]
+            seen[sample.group.request.group_id][sample.sequence.computed] = tensors
+    return [sink.samples[0] for sink in sinks], seen
 
 
 def test_case_f9_states_after_every_step_are_those_of_plain_decoding(folder):
     """Bit for bit where an engine is deterministic, whether drafts are kept, rejected or not made."""
     accepted = [3, 0, None, 2, 0, None, 4, 1]
-    oracle = Oracle(folder)
-
-    def right(slot: int, number: int) -> int:
-        return accepted[(number + 3 * slot) % len(accepted)] or 0
-
     requests = [ask(f"g{i}", prompt(9 + 5 * i, 20 * i + 5), max_new=40) for i in range(3)]
     plain = make_engine(folder, page_size=PAGE, deterministic=True)
-    drafting = scripted_engine(folder, Scripted(oracle, right), page_size=PAGE, deterministic=True)
-    seen, outputs = [], []
-    for engine in (plain, drafting):
-        sinks = [Quiet() for _ in requests]
-        for request, sink in zip(requests, sinks, strict=True):
-            engine.add_group(request, sink)
-        seen.append(states_by_length(engine, len(requests)))
-        outputs.append([sink.samples[0] for sink in sinks])
-    use = [sample.draft_use for sample in outputs[1]]
-    assert all(0 < one.accepted < one.verified for one in use)
-    for expected, sample in zip(*outputs, strict=True):
-        assert sample.ids.tolist() == expected.ids.tolist()
-        assert np.array_equal(sample.logprobs, expected.logprobs)
-    for group, by_length in seen[1].items():
+    expected, seen_plain = run(plain, requests)
+    texts = [[*request.prompt_ids.tolist(), *sample.ids.tolist()] for request, sample in zip(requests, expected, strict=True)]
+
+    def say(tokens: list[int], count: int) -> list[int]:
+        text = next(text for text in texts if text[: len(tokens)] == tokens)
+        return [*text[len(tokens) : len(tokens) + count], *[0] * count][:count]
+
+    drafter = Scripted(say, lambda slot, number: accepted[(number + 3 * slot) % len(accepted)] or 0)
+    samples, seen = run(scripted_engine(folder, drafter, page_size=PAGE, deterministic=True), requests)
+    assert all(0 < sample.draft_use.accepted < sample.draft_use.verified for sample in samples)
+    for sample, other in zip(samples, expected, strict=True):
+        assert sample.ids.tolist() == other.ids.tolist()
+        assert np.array_equal(sample.logprobs, other.logprobs)
+    for group, by_length in seen.items():
         assert len(by_length) > 8
         for length, tensors in by_length.items():
-            for mine, theirs in zip(tensors, seen[0][group][length], strict=True):
+            for mine, theirs in zip(tensors, seen_plain[group][length], strict=True):
                 assert torch.equal(mine, theirs), (group, length)
 
 
-MIXERS = [ShortConvSpec(3), ShortConvSpec(4, bias=True)]
+MIXERS = {
+    "conv": ShortConvSpec(3),
+    "biased conv": ShortConvSpec(4, bias=True),
+    "mamba2": Mamba2Spec(4, 6, 2, 8, 4, scales=(0.5, 2.0, 1.5, 0.7, 1.2)),
+    "gated delta": GatedDeltaSpec(2, 4, 6, 5, 4),
+    "gated delta by kind": GatedDeltaSpec(3, 3, 8, 7, 3, grouped=False),
+}
 HIDDEN = 32
 
 
@@ -125,7 +128,7 @@ def round_of(slots: list[int], lengths: list[int], counts: list[int]) -> Forward
     )
 
 
-@pytest.mark.parametrize("kind", MIXERS, ids=repr)
+@pytest.mark.parametrize("kind", MIXERS.values(), ids=MIXERS)
 def test_random_scripts_leave_outputs_and_states_of_plain_steps(kind):
     """Rows verify and keep whatever numbers of tokens; junk behind what is kept never existed."""
     mixer, pool = make_mixer(kind)

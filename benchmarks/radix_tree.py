@@ -7,7 +7,7 @@ frozen out of the cyclic garbage collector and the collector is off while measur
 leaves no cycles behind, and a collection over its nodes would cost milliseconds at random moments.
 A request here is match + acquire + extend by one page + release, 64 different ones back to back as
 the scheduler admits them; allocation and eviction of that page are timed apart. Times are
-wall-clock, so run it on an idle machine.
+wall-clock, so run it on an idle machine. What agents find in the cache (`benchmarks.agents`) follows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.agents import agent_rows
 from benchmarks.report import Row, at_most, report
 from engine.cache import Namespace, PrefixCache
 from engine.cache.full import FullAttention
@@ -255,7 +256,7 @@ def main() -> None:
     for page_size in (64, 16):
         rows += request_rows(page_size, repeats)
         rows += hybrid_rows(page_size, repeats)
-    rows += [*evict_rows(64, repeats), interpreter_row()]
+    rows += [*evict_rows(64, repeats), interpreter_row(), *agent_rows(repeats * 5 // 8)]
     report("radix_tree", rows, arguments.json)
 
 

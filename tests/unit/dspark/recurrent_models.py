@@ -9,6 +9,14 @@ from pathlib import Path
 
 from tests.support import save_tiny
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
 KINDS: dict[str, dict] = {
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"],
@@ -31,6 +39,8 @@ KINDS: dict[str, dict] = {
         "ssm_state_size": 8,
         "n_groups": 2,
     },
+    "qwen3_next": LINEAR | {"num_experts": 0},
+    "qwen3_5_text": LINEAR,
 }
 
 

@@ -51,6 +51,7 @@ def test_a_stop_inside_a_round_leaves_the_state_of_the_last_whole_page(folder):
     """Wherever it falls, also before a page's end that the round went past."""
     oracle = Oracle(folder)
     engine = scripted_engine(folder, Scripted(oracle, lambda slot, number: 4), page_size=PAGE)
+    grid = engine._parts.pages.hit_grid
     for length in range(1, 12):
         ids = prompt(9, 30 * length)
         answer = oracle(ids.tolist(), length)
@@ -60,7 +61,7 @@ def test_a_stop_inside_a_round_leaves_the_state_of_the_last_whole_page(folder):
         assert group.samples[0].ids.tolist() == answer
         turn = np.concatenate([ids, answer, prompt(3, 400)]).astype(np.uint32)
         (following,) = engine.generate([ask("h", turn, max_new=2)])
-        assert following.hit.usable == (9 + length - 1) // PAGE * PAGE
+        assert following.hit.usable == (9 + length - 1) // grid * grid
         assert_sample_is_reference(folder, turn, following.samples[0], 2)
         engine.check()
 

@@ -25,7 +25,10 @@ from tests.unit.dspark.served import Scripted, scripted_engine
 PAGE = 8
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+QUICK = ["lfm2", "nemotron_h", "qwen3_5_text"]
+
+
+@pytest.fixture(scope="module", params=[k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def folder(request, tmp_path_factory):
     return save_recurrent(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -70,7 +73,8 @@ def test_case_f9_states_after_every_step_are_those_of_plain_decoding(folder):
     requests = [ask(f"g{i}", prompt(9 + 5 * i, 20 * i + 5), max_new=40) for i in range(3)]
     plain = make_engine(folder, page_size=PAGE, deterministic=True)
     expected, seen_plain = run(plain, requests)
-    texts = [[*request.prompt_ids.tolist(), *sample.ids.tolist()] for request, sample in zip(requests, expected, strict=True)]
+    pairs = zip(requests, expected, strict=True)
+    texts = [[*request.prompt_ids.tolist(), *sample.ids.tolist()] for request, sample in pairs]
 
     def say(tokens: list[int], count: int) -> list[int]:
         text = next(text for text in texts if text[: len(tokens)] == tokens)

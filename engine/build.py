@@ -32,6 +32,7 @@ from engine.dspark.sweep import prepare_cost
 from engine.errors import InvalidRequest
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import adapter_mib, plan_memory, planned
+from engine.memory.canary import Canary, WatchedAllocator, make_canary
 from engine.memory.kv_pool import KVPool
 from engine.memory.latent_pool import make_pool
 from engine.memory.needs import DraftShape
@@ -74,6 +75,7 @@ class Parts:
     plan: MemoryPlan
     layout: str
     """Cache key of the stored states' arrangement."""
+    canary: Canary | None = None
     drafter_model: WeightedModel | None = None
     """What updates of a drafter change."""
     speculation: Speculation | None = None
@@ -129,13 +131,14 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     )
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
-    allocator = PageAllocator(num_pages)
-    slots = PageAllocator(0 if state_pool is None else state_pool.num_slots - 1)
+    allocate = WatchedAllocator if config.cache.canary else PageAllocator
+    allocator = allocate(num_pages)
+    slots = allocate(0 if state_pool is None else state_pool.num_slots - 1)
     components: list[Component] = [FullAttention(allocator, page_size)]
     sliding = None
     if window:
         check_window_tokens(window, page_size, window_pages * page_size)
-        sliding = SlidingWindow(PageAllocator(window_pages), page_size, window)
+        sliding = SlidingWindow(allocate(window_pages), page_size, window)
         components.append(sliding)
     if state_pool is not None:
         components.append(RecurrentState(slots))
@@ -174,6 +177,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         adapters=adapters,
         plan=plan,
         layout=f"{config.dtype}/{page_size}",
+        canary=make_canary(cache, config.cache.canary, pool, draft_pool, state_pool),
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,
     )
@@ -222,6 +226,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if dtype not in DTYPES:
         raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
     _positive("cache.page_size", config.cache.page_size)
+    if config.cache.canary < 0:
+        raise InvalidRequest(field="cache.canary", expected="0 or more", actual=config.cache.canary)
     check_config(config.dspark)
     serial = torch.device(device).type == "cpu" or config.dspark.enabled
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop

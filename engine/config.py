@@ -27,7 +27,8 @@ class CacheConfig:
     """`page_size` in tokens. `kv_tokens` is the size of the key/value pool, `window_tokens` that of the layers
     that look through a window, `state_slots` the recurrent states kept. "auto" divides `memory_fraction` of the
     device memory left after the weights and what steps and captured graphs need (on the CPU, at most room
-    for `max_running` whole contexts)."""
+    for `max_running` whole contexts). With `canary`, every so many steps everything cached or free is read and
+    compared with what it was: writes that go astray are found and named, at a price that only debugging pays."""
 
     page_size: int = 16
     kv_tokens: int | Auto = "auto"
@@ -35,6 +36,7 @@ class CacheConfig:
     state_slots: int | Auto = "auto"
     memory_fraction: float = 0.5
     prefix_cache: bool = True
+    canary: int = 0
 
 
 @dataclass(frozen=True, slots=True)

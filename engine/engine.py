@@ -134,7 +134,10 @@ class Engine:
         self._updates.expire()
         if self.policy.fenced or self._parts.memory.missing or not self._pause.lets_steps:
             return False
-        return self._loop.step()
+        stepped = self._loop.step()
+        if stepped and self._parts.canary is not None:
+            self._parts.canary.step()
+        return stepped
 
     @property
     def has_work(self) -> bool:

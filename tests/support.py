@@ -103,6 +103,7 @@ def make_config(
     page_size: int = 4,
     kv_tokens: int = 4096,
     state_slots: int | Literal["auto"] = "auto",
+    canary: int = 0,
     max_running: int = 16,
     prefill_tokens: int = 64,
     lookahead: int = 4,
@@ -114,7 +115,13 @@ def make_config(
     """A small engine: what makes it work is met in few tokens."""
     return engine_config(
         **engine,
-        cache=CacheConfig(page_size=page_size, kv_tokens=kv_tokens, state_slots=state_slots, prefix_cache=prefix_cache),
+        cache=CacheConfig(
+            page_size=page_size,
+            kv_tokens=kv_tokens,
+            state_slots=state_slots,
+            prefix_cache=prefix_cache,
+            canary=canary,
+        ),
         scheduler=SchedulerConfig(
             max_running=max_running,
             prefill_tokens=prefill_tokens,

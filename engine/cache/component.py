@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.cache.node import Node
     from engine.cache.radix_tree import RadixTree
+    from engine.memory.allocator import PageAllocator
 
 
 class Component(ABC):
     """One kind of attention state along the tree's paths."""
 
     name: str
+    allocator: PageAllocator
+    """Of the units that its values name."""
     every_boundary = False
     """True if a hit may end at every page boundary the tree knows; `accepts`, `pin`, `unpin`, `used`,
     `placed`, `demoted` and `removed` are then never called, for the tree's own path pins suffice. Of the others

@@ -92,6 +92,10 @@ class KVPool:
         """View [N, S, K, H]."""
         return self._paged(layer)[:, :, self.num_kv_heads :]
 
+    def pages(self, windowed: bool = False) -> list[torch.Tensor]:
+        """Views [N, S, ...] of all that lies under one kind of page ids: those of windows, or the others."""
+        return [self._paged(layer) for layer, own in enumerate(self._windowed) if own == windowed]
+
     def _paged(self, layer: int) -> torch.Tensor:
         tokens = self.tokens(layer)
         return tokens.view(-1, self.page_size, *tokens.shape[1:])
@@ -108,8 +112,7 @@ class KVPool:
             return
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
-        for layer in [layer for layer, own in enumerate(self._windowed) if own == windowed]:
-            paged = self._paged(layer)
+        for paged in self.pages(windowed):
             paged.index_copy_(0, target, paged.index_select(0, source))
 
     def fill(self, value: float) -> None:

@@ -48,8 +48,8 @@ def window_of(spec: ModelSpec) -> int:
 def split_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
     """`token_bytes` of the layers that look at everything, and of those that look through a window."""
     windowed = sum(1 for layer in spec.layers if layer.window is not None)
-    layer = token_bytes(spec, dtype) // max(1, spec.num_layers)
-    return (spec.num_layers - windowed) * layer, windowed * layer
+    through = windowed * (token_bytes(spec, dtype) // max(1, spec.num_layers))
+    return token_bytes(spec, dtype) - through, through
 
 
 def step_shares(

@@ -32,7 +32,8 @@ class StatePool:
             index: tuple(torch.zeros(num_slots, *each.shape, dtype=each.dtype, device=device) for each in layer)
             for index, layer in layout.layers.items()
         }
-        self._tensors = [tensor for layer in self._layers.values() for tensor in layer]
+        self.tensors = [tensor for layer in self._layers.values() for tensor in layer]
+        """All of them [S, ...]."""
         self.rings: ReplayRings | None = None
         """Set where drafts are verified."""
         self._partner: dict[int, int] = {}
@@ -43,12 +44,12 @@ class StatePool:
         return self._layers[index]
 
     def copy(self, source: int, target: int) -> None:
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor[target].copy_(tensor[source])
 
     def clear(self, slot: int) -> None:
         """The state before the first token."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor[slot].zero_()
 
     def pair(self, slot: int, partner: int) -> None:
@@ -75,9 +76,9 @@ class StatePool:
         ]
         if not ending:
             return
-        device = self._tensors[0].device
+        device = self.tensors[0].device
         sources = torch.tensor([slot for slot, _ in ending], device=device)
         targets = torch.tensor([self._partner[slot] for slot, _ in ending], device=device)
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self._tracked.update(ending)

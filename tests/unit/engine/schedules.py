@@ -46,6 +46,7 @@ class Schedule:
             lookahead=self.random.choice([0, 3, 8]),
             burst=self.random.choice([1, 2, 3]),
             loop=loop,
+            canary=seed % 2,
             **engine,
         )
         # Whole schedules without edits, since a batch with one edited row takes another way.

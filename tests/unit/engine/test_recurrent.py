@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.errors import Corrupt
 from engine.memory.allocator import PageState
 from engine.request import GroupSink
 from tests.support import TOLERANCE, ask, assert_sample_is_reference, make_engine, prompt, save_tiny
@@ -119,3 +120,33 @@ def test_few_slots_evict_snapshots_and_change_no_token(folder):
         assert_sample_is_reference(folder, ids, serve(engine, ids, 2).samples[0], 2)
         engine.check()
     assert states.allocator.num_pages == 16 and states.allocator.num_free < 5
+
+
+def units(allocator, state: PageState) -> list[int]:
+    return np.flatnonzero(allocator.states == state).tolist()
+
+
+def test_an_engine_finds_writes_to_pages_and_states_it_never_gave_away(folder):
+    engine = make_engine(folder, page_size=PAGE, kv_tokens=256, max_running=2, state_slots=12, canary=1)
+    parts = engine._parts
+    assert parts.canary is not None and parts.pages.states is not None
+
+    for first in range(0, 160, 20):  # more than fits: everything is evicted and used again
+        engine.generate([ask("g", prompt(20, start=first), n=2, max_new=5)])
+    assert parts.canary.looks > 15
+    pool, states = parts.pages.pool, parts.pages.states.pool
+    cached, free = units(parts.pages.allocator, PageState.TREE)[0], units(parts.pages.allocator, PageState.FREE)[0]
+    snapshot = units(parts.pages.states.allocator, PageState.TREE)[0]
+    strays = (
+        (pool.tokens(0)[cached * PAGE], rf"cache.canary.*\b1 changed by step .*full {cached}, cached for tokens"),
+        (pool.tokens(0)[free * PAGE + PAGE - 1], rf"full {free}, free"),
+        (states.tensors[0][snapshot], rf"recurrent {snapshot}, cached for tokens .* to .* of Namespace"),
+    )
+    for memory, named in strays:
+        memory.view(-1)[-1] += 1
+        with pytest.raises(Corrupt, match=named):
+            parts.canary.look()
+        parts.canary.look()  # told once
+    pool.tokens(0)[cached * PAGE] += 1
+    with pytest.raises(Corrupt, match=rf"full {cached}, cached"):
+        serve(engine, prompt(9), 2)

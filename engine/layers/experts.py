@@ -18,6 +18,7 @@ from torch import nn
 from engine.errors import Unsupported
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.matmul import linear
+from engine.layers.pointwise import sigmoid
 from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
 from lora.step import AdapterStep
@@ -94,7 +95,8 @@ class RoutedExperts(nn.Module):
         gate_TI, up_TI = self.gate_up_proj(x_TD, adapters).chunk(2, dim=1)
         shared_TD = self.down_proj(F.silu(gate_TI).mul_(up_TI), adapters)
         if self.shared_gate_1D is not None:
-            shared_TD *= torch.sigmoid(linear(x_TD, self.shared_gate_1D, None))
+            # A product with one row would be summed in an order that follows from the number of tokens.
+            shared_TD *= sigmoid((x_TD.float() * self.shared_gate_1D).sum(-1, keepdim=True)).to(x_TD.dtype)
         return out_TD.add_(shared_TD)
 
     __call__ = forward

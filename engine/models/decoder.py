@@ -24,6 +24,7 @@ from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import Mixer, StateStep
 from engine.layers.mla import LatentAttention
 from engine.layers.norm import RMSNorm, UnitRMSNorm
+from engine.layers.pointwise import sigmoid
 from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
 from engine.memory.kv_pool import KVPool
@@ -127,7 +128,7 @@ class Attention(nn.Module):
         q_TNH, k_TKH, v_TKH = qkv_THE.split(self.split, dim=1)
         out_TNH = backend.run(q_TNH, k_TKH, v_TKH, self.layer, self.sinks_N)
         if gate_TNH is not None:
-            out_TNH = out_TNH * torch.sigmoid(gate_TNH)
+            out_TNH = out_TNH * sigmoid(gate_TNH)
         out_TD = self.o_proj(out_TNH.reshape(tokens, heads * self.head_dim), adapters)
         return scaled(out_TD, self.scales.attention_out)
 

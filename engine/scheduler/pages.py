@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.cache.key import Namespace
 from engine.cache.prefix_cache import Match, PrefixCache, Receipt
+from engine.cache.recurrent import Snapshot
 from engine.memory.allocator import PRIVATE, PageAllocator
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
@@ -64,6 +65,11 @@ class PageManager:
         if states is not None:
             table.states_S = np.zeros(table.num_slots, dtype=np.int32)
         self._keys = 0
+
+    @property
+    def hit_grid(self) -> int:
+        """A prefix can be shared up to a multiple of so many tokens."""
+        return self.page_size if self.states is None else self.states.pool.grid
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -133,23 +139,29 @@ class PageManager:
 
     def publish(self, sequence: Sequence, tokens: np.ndarray, keep_state: bool = True) -> None:
         """Hand every full computed page to the tree. Where the tree already has the same tokens
-        its pages replace ours, which are freed. With `keep_state` the recurrent state at the last page's
-        end goes with them, if it was kept."""
+        its pages replace ours, which are freed. With `keep_state` the newest recurrent state on the grid goes
+        with them, if it was kept."""
         start = sequence.receipt.length
         end = sequence.computed // self.page_size * self.page_size
         if not sequence.publishable or end <= start:
             return
+        if keep_state and self.states is not None and self.table.states_S is not None:
+            depth = end // self.states.pool.grid * self.states.pool.grid
+            snapshot = None
+            if depth > start:
+                snapshot = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, depth)
+            if snapshot is not None:
+                self._insert(sequence, tokens, depth, {"recurrent": snapshot})
+        self._insert(sequence, tokens, end)
+
+    def _insert(
+        self, sequence: Sequence, tokens: np.ndarray, end: int, states: dict[str, Snapshot] | None = None
+    ) -> None:
+        start = sequence.receipt.length
         first, last = start // self.page_size, end // self.page_size
         pages = self.table.pages(sequence.slot, first, last)
-        states: dict[str, object] = {}
-        if keep_state and self.states is not None and self.table.states_S is not None:
-            states["recurrent"] = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, end)
-        if self.windows is not None:
-            states["swa"] = self.windows.offered(sequence, first, last)
         extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages, states)
         self.table.pages_SP[sequence.slot, first:last] = extension.pages
-        if self.windows is not None:
-            self.windows.inserted(sequence, first, last)
 
     def fold(self, sequences: list[Sequence]) -> None:
         """The recurrent states of sequences that verified drafts become those after their `computed` tokens."""

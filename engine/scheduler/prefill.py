@@ -84,11 +84,16 @@ class Prefill:
     logits_1V: torch.Tensor | None = None
     stops: set[int] = field(default_factory=set)
     """Depths at which a chunk ends because the state there is worth keeping."""
+    grid: int = 1
+    """Chunks that do not reach the end stop at multiples of it where they can, as recurrent layers compute the
+    same bits only from there."""
 
     def chunk(self, budget: int) -> int:
         """Tokens to compute next, `budget` at most."""
         done = self.sequence.computed
-        return min([self.remaining, budget, *(stop - done for stop in self.stops if stop > done)])
+        end = min([len(self.tokens), done + budget, *(stop for stop in self.stops if stop > done)])
+        on_grid = end // self.grid * self.grid
+        return (on_grid if done < on_grid and end < len(self.tokens) else end) - done
 
     @property
     def keeps_state(self) -> bool:

@@ -258,9 +258,10 @@ class Scheduler:
         hit = CacheHit(structural=match.structural, usable=sequence.computed, limited_by=match.limited_by)
         prefill = Prefill(tokens, namespace, sequence, hit)
         if self.pages.states is not None:
-            # Who repeats this prompt resumes from its last whole page; who diverges, where others did.
-            page = self.pages.page_size
-            prefill.stops = {(len(tokens) - 1) // page * page, match.structural}
+            # Who repeats this prompt resumes from the last state that is kept; who diverges, where others did.
+            pool = self.pages.states.pool
+            prefill.stops = {depth // pool.grid * pool.grid for depth in (len(tokens) - 1, match.structural)}
+            prefill.grid = pool.layout.grid
         self.prefills.append(prefill)
         self.counters.lookup_tokens += len(tokens)
         self.counters.hit_tokens += sequence.computed
@@ -285,7 +286,7 @@ class Scheduler:
         match = self.pages.match(namespace, tokens, limit)
         for prefill in self.prefills:
             if not prefill.done and prefill.namespace == namespace:
-                shared = min(prefill.common_prefix(tokens), limit) // self.pages.page_size * self.pages.page_size
+                shared = min(prefill.common_prefix(tokens), limit) // self.pages.hit_grid * self.pages.hit_grid
                 if shared > match.usable:
                     if self.pages.states is not None:
                         prefill.stops.add(shared)

@@ -22,6 +22,9 @@ from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
+from engine.kernels.dsa_attention import dsa_attention
+from engine.kernels.dsa_index_scores import dsa_index_scores
+from engine.kernels.dsa_select import counts_shape, dsa_select
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.gdn_decode import gdn_decode
 from engine.kernels.gdn_gate import gdn_gate
@@ -33,6 +36,8 @@ from engine.kernels.mamba2_decode import mamba2_decode
 from engine.kernels.mamba2_gate import mamba2_gate
 from engine.kernels.mamba2_prefill import mamba2_prefill
 from engine.kernels.merge_states import merge_states
+from engine.kernels.mla_decode import mla_decode
+from engine.kernels.mla_tile import LatentShape, latent_config
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -144,6 +149,24 @@ def rounds(capability: int) -> None:
     out = JudgeBuffers.empty(2, 16, empty_columns(2, device), torch.zeros(2, 4096))
     judge_rows(table, logits, rows, columns, drawn, workspace, long, drafts, slots, draw, out, block > 0)
     settle_rows(logits, rows, columns, drawn, workspace, drafts, slots, out)
+
+
+def latents(capability: int) -> None:
+    """Index scores, the choice, and attention: many heads over what was chosen, few over whole contexts in pieces."""
+    heads, index_heads = {80: (16, 4), 90: (128, 64), 100: (64, 32)}[capability]
+    shape, config = LatentShape(heads, 512, 64, 64, 0.1), latent_config(heads, 512, 2, capability)
+    q, out = torch.zeros(2, heads, 576, dtype=BF16), torch.zeros(2, heads, 512, dtype=BF16)
+    rows, tables = torch.zeros(64, 576, dtype=BF16), torch.zeros(2, 128, dtype=torch.int32)
+    row_of, visible = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    queries, weights = torch.zeros(2, index_heads, 128, dtype=BF16), torch.zeros(2, index_heads)
+    scores, chosen = torch.zeros(2, 8192), torch.zeros(2, 2048, dtype=torch.int32)
+    dsa_index_scores(queries, weights, rows[:, :128].contiguous(), tables, row_of, visible, scores, 64, 8192)
+    dsa_select(scores, visible, chosen, torch.zeros(counts_shape(2, 8), dtype=torch.int32), 8192)
+    if capability == 80:
+        partial = States.empty((4, 2), heads, 512, "cpu")
+        mla_decode(q, rows, tables, row_of, visible, out, shape, 4096, 1024, partial, config)
+    else:
+        dsa_attention(q, rows, tables, row_of, visible, chosen, out, shape, 4096, None, config)
 
 
 def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
@@ -311,4 +334,5 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     sampling,
     mamba2,
     gated_delta,
+    latents,
 )

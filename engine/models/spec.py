@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
+from engine.models.bamba import BAMBA
 from engine.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from engine.models.falcon_h1 import FALCON_H1
 from engine.models.gemma2 import GEMMA2
@@ -43,6 +44,7 @@ FAMILIES = {
         FALCON_H1,
         NEMOTRON_H,
         GRANITE_HYBRID,
+        BAMBA,
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,

@@ -68,6 +68,7 @@ VARIANTS = {
     "falcon-h1": ("falcon_h1", MAMBA2 | FACTORS),
     "falcon-h1-normed": ("falcon_h1", MAMBA2 | {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mlp_bias": True}),
     "nemotron-h": ("nemotron_h", NEMOTRON),
+    "bamba": ("bamba", MAMBA2 | {"mamba_expand": 1, "attn_layer_indices": [1]}),
     "granite": ("granitemoehybrid", MAMBA2 | GRANITE),
     "qwen3-next": ("qwen3_next", LINEAR | EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "qwen3.5": ("qwen3_5_text", LINEAR),

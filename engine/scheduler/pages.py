@@ -151,17 +151,22 @@ class PageManager:
             if depth > start:
                 snapshot = self.states.snapshot(int(self.table.states_S[sequence.slot]), start, depth)
             if snapshot is not None:
-                self._insert(sequence, tokens, depth, {"recurrent": snapshot})
+                self._insert(sequence, tokens, depth, snapshot)
         self._insert(sequence, tokens, end)
 
-    def _insert(
-        self, sequence: Sequence, tokens: np.ndarray, end: int, states: dict[str, Snapshot] | None = None
-    ) -> None:
+    def _insert(self, sequence: Sequence, tokens: np.ndarray, end: int, snapshot: Snapshot | None = None) -> None:
         start = sequence.receipt.length
         first, last = start // self.page_size, end // self.page_size
+        if first == last:
+            return
         pages = self.table.pages(sequence.slot, first, last)
+        states: dict[str, object] = {} if snapshot is None else {"recurrent": snapshot}
+        if self.windows is not None:
+            states["swa"] = self.windows.offered(sequence, first, last)
         extension = self.cache.extend(sequence.receipt, tokens[start:end].tobytes(), pages, states)
         self.table.pages_SP[sequence.slot, first:last] = extension.pages
+        if self.windows is not None:
+            self.windows.inserted(sequence, first, last)
 
     def fold(self, sequences: list[Sequence]) -> None:
         """The recurrent states of sequences that verified drafts become those after their `computed` tokens."""

@@ -14,6 +14,8 @@ Shapes: B rows, G block slots, T tokens, P page-table columns, M captured layers
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -23,6 +25,9 @@ from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.dspark.drafter import Committed, DrafterTraits, DraftRows, Proposal
 from engine.dspark.states import StateStore
 from engine.memory.kv_pool import KVPool, pack
+
+if TYPE_CHECKING:
+    from engine.dspark.fused_context import FusedContext
 
 _ANONYMOUS = -2
 """Row key of block slots: their keys and values are overwritten, so no backend may keep them."""
@@ -47,6 +52,9 @@ class BlockDrafter:
         self.states = states
         self.ends = ends
         self._backend = backend
+        self._fused: FusedContext | None = None
+        if pool.device.type == "cuda":
+            self.use_kernels()
         self.traits = DrafterTraits(
             name="block",
             max_drafts=spec.num_drafts,
@@ -58,6 +66,12 @@ class BlockDrafter:
             has_confidence=spec.confidence,
         )
 
+    def use_kernels(self) -> None:
+        """From now on context is written by fused kernels. They skip tokens whose slot is -1."""
+        from engine.dspark.fused_context import FusedContext
+
+        self._fused = FusedContext(self.model, self.pool)
+
     def admit(self, slot: int, ids: np.ndarray) -> None:
         """Nothing: whoever computed a cached prefix committed it too."""
 
@@ -68,15 +82,19 @@ class BlockDrafter:
     def commit(self, committed: Committed) -> None:
         if not committed.ids_T.numel():
             return
+        write_slots_T, model = committed.write_slots_T, self.model
         if self.states is not None:
-            self.states.write(committed.write_slots_T, committed.features)
-        features_TMD = torch.stack([committed.features[layer] for layer in self.model.spec.target_layers], dim=1)
-        context_TD = self.model.context_features(features_TMD)
+            self.states.write(write_slots_T.clamp(min=0), committed.features)
+        features = [committed.features[layer] for layer in model.spec.target_layers]
+        if self._fused is not None:
+            self._fused.write(features, committed.positions_T, write_slots_T)
+            return
+        context_TD = model.context_features(torch.stack(features, dim=1))
         # Beyond its own context the drafter is never asked; its rotary table ends there too.
         positions_T = committed.positions_T.clamp(max=self.traits.context_len - 1)
-        k_LTKH, v_LTKH = self.model.context_kv(context_TD, positions_T)
+        k_LTKH, v_LTKH = model.context_kv(context_TD, positions_T)
         for layer in range(len(k_LTKH)):
-            self.pool.write(layer, committed.write_slots_T, pack(k_LTKH[layer], v_LTKH[layer]))
+            self.pool.write(layer, write_slots_T, pack(k_LTKH[layer], v_LTKH[layer]))
 
     @torch.no_grad()
     def propose(self, rows: DraftRows) -> Proposal:

@@ -93,12 +93,17 @@ class BlockDrafterModel(nn.Module):
         """Fused target features [T, D]: hidden_norm(fc · concatenation of the captured layers)."""
         return self.hidden_norm(F.linear(features_TMD.flatten(1).to(self.dtype), self.fc))
 
+    def context_projections(self, context_TD: torch.Tensor) -> torch.Tensor:
+        """Keys, then values, of all layers before norms and rotation: [L, T, 2K * H], one product."""
+        shape = self.spec.backbone
+        q_rows = shape.num_heads * shape.head_dim
+        weight_LED = self.qkv_proj.view(shape.num_layers, -1, shape.hidden)[:, q_rows:]
+        return torch.matmul(context_TD, weight_LED.transpose(1, 2))
+
     def context_kv(self, context_TD: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [L, T, K, H] of all layers, from fused features at their positions."""
         shape = self.spec.backbone
-        q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        weight_LED = self.qkv_proj.view(shape.num_layers, q_rows + 2 * kv_rows, shape.hidden)[:, q_rows:]
-        kv_LTE = torch.matmul(context_TD, weight_LED.transpose(1, 2))
+        kv_LTE = self.context_projections(context_TD)
         k_LTKH, v_LTKH = (part.unflatten(-1, (shape.num_kv_heads, shape.head_dim)) for part in kv_LTE.chunk(2, dim=-1))
         cos_T1H, sin_T1H = self.rotary.at(positions_T)
         keys = []

@@ -33,7 +33,7 @@ def add_rms_norm_reference(
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * D
@@ -45,8 +45,8 @@ def rms_norm_kernel(
     x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + row + at, rounded, mask=inside)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) * (1.0 / D) + eps)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -63,7 +63,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """`x_TD` normed, in `out` if given (which may be `x_TD` itself)."""
     out = torch.empty_like(x_TD) if out is None else out
-    _launch(x_TD, None, weight_D, eps, out, warps)
+    _launch(x_TD, None, None, weight_D, eps, out, warps)
     return out
 
 
@@ -74,16 +74,20 @@ def add_rms_norm(
     eps: float,
     out: torch.Tensor | None = None,
     warps: int | None = None,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed sum, sum). The sum replaces `residual_TD` in place; `out` may be `x_TD`."""
+    """(normed sum, sum). The sum is in `total` if given and replaces `residual_TD` in place if not; `out` may be
+    `x_TD`."""
     out = torch.empty_like(x_TD) if out is None else out
-    _launch(x_TD, residual_TD, weight_D, eps, out, warps)
-    return out, residual_TD
+    total = residual_TD if total is None else total
+    _launch(x_TD, residual_TD, total, weight_D, eps, out, warps)
+    return out, total
 
 
 def _launch(
     x_TD: torch.Tensor,
     residual_TD: torch.Tensor | None,
+    total_TD: torch.Tensor | None,
     weight_D: torch.Tensor,
     eps: float,
     out: torch.Tensor,
@@ -91,12 +95,14 @@ def _launch(
 ) -> None:
     tokens, width = x_TD.shape
     assert x_TD.is_contiguous() and out.is_contiguous(), "rows must be contiguous"
-    assert residual_TD is None or residual_TD.is_contiguous(), "rows must be contiguous"
+    for stream_TD in (residual_TD, total_TD):
+        assert stream_TD is None or stream_TD.is_contiguous(), "rows must be contiguous"
     early = is_early(x_TD)
     if tokens:
         rms_norm_kernel[(tokens,)](
             x_TD,
             x_TD if residual_TD is None else residual_TD,
+            x_TD if total_TD is None else total_TD,
             weight_D,
             out,
             eps,

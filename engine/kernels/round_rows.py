@@ -41,12 +41,15 @@ class RoundLimits:
 @dataclass(slots=True)
 class BlockRows:
     """The drafter's inputs: K slots of every row back to back, and each row's length at its block's end
-    (0: it drafts nothing)."""
+    (0: it drafts nothing). `slots_B` int32 are the slots of rows that draft, -1 elsewhere, and `drawn_KB` int64
+    the positions after the anchor, where drafts will stand."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     write_slots_T: torch.Tensor
     seq_lens_B: torch.Tensor
+    slots_B: torch.Tensor
+    drawn_KB: torch.Tensor
 
     @staticmethod
     def empty(rows: int, block: int, device: torch.device) -> BlockRows:
@@ -54,7 +57,9 @@ class BlockRows:
             return torch.full((count,), fill, dtype=dtype, device=device)
 
         tokens = rows * block
-        return BlockRows(column(tokens, -1), column(tokens, 0), column(tokens, -1), column(rows, 0, torch.int32))
+        lens_B, slots_B = column(rows, 0, torch.int32), column(rows, -1, torch.int32)
+        drawn_KB = column(tokens, 0).view(block, rows)
+        return BlockRows(column(tokens, -1), column(tokens, 0), column(tokens, -1), lens_B, slots_B, drawn_KB)
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ def windows_reference(
 def _open_kernel(
     slots_ptr, most_ptr, room_ptr, finished_ptr, last_token_ptr, computed_ptr, new_ptr, max_new_ptr, tables_ptr,
     table_stride, window_ptr, anchor_ids_ptr, anchors_ptr, block_ids_ptr, block_positions_ptr, block_writes_ptr,
-    block_lens_ptr, context_len, draft_context, mask_id,
+    block_lens_ptr, block_slots_ptr, drawn_ptr, rows, context_len, draft_context, mask_id,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -144,6 +149,8 @@ def _open_kernel(
         tl.store(block_positions_ptr + at_W, tl.where(drafts, positions_W, 0), mask=inside_W)
         tl.store(block_writes_ptr + at_W, tl.where(drafts, writes_W, -1), mask=inside_W)
         tl.store(block_lens_ptr + row, tl.where(drafts, at + BLOCK, 0))
+        tl.store(block_slots_ptr + row, tl.where(drafts, slot, -1).to(tl.int32))
+        tl.store(drawn_ptr + k_W * rows + row, tl.where(drafts, positions_W + 1, 0), mask=inside_W)
 
 
 def open_rows(
@@ -181,6 +188,9 @@ def open_rows(
         nothing if block is None else block.positions_T,
         nothing if block is None else block.write_slots_T,
         nothing if block is None else block.seq_lens_B,
+        nothing if block is None else block.slots_B,
+        nothing if block is None else block.drawn_KB,
+        slots_B.shape[0],
         limits.context_len,
         limits.draft_context,
         limits.mask_id,

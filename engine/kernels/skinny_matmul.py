@@ -172,9 +172,11 @@ def skinny_matmul_then_norm(
     residual_MN: torch.Tensor,
     norm: InputNorm,
     config: SkinnyConfig | None = None,
+    out: torch.Tensor | None = None,
 ) -> UnscaledRows:
-    """Add the product to `residual_MN` in place; what comes back stands for `norm` of the sum."""
-    unscaled = _launch(x_MK, weight_NK, bias_N, residual_MN, False, residual_MN, norm, config)[1]
+    """Add the product to `residual_MN`, in place or into `out`; what comes back stands for `norm` of the sum."""
+    out = residual_MN if out is None else out
+    unscaled = _launch(x_MK, weight_NK, bias_N, residual_MN, False, out, norm, config)[1]
     assert unscaled is not None
     return unscaled
 

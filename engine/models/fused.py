@@ -79,7 +79,7 @@ class FusedForward:
         self._gate_bias = any(layer.mlp.gate_up_proj.bias is not None for layer in self._layers)
         self._shape = QKVShape(attention.num_heads, attention.num_kv_heads, attention.head_dim)
         self._norms = [_qk_norm(layer.self_attn, self._eps) for layer in self._layers]
-        self._adapted = AdaptedLayers(model, self._layers, kv_pool, self._shape, self._norms, self._weighted)
+        self._adapted = AdaptedLayers(model, self._layers, kv_pool, self._shape, self._norms, self.product)
 
     def hidden(
         self,
@@ -97,13 +97,14 @@ class FusedForward:
         if window_slots_T is not None:
             slots = [window_slots_T if self._pool.windowed(i) else write_slots_T for i in range(len(slots))]
         decoder, layers = self._model.model, self._layers
+        captured = {} if capture is None else capture
         residual_TD = self.embed(ids_T)
         if adapters is not None:
             adapters.add_embedding_(0, ids_T, residual_TD)
             if self._rides_along(adapters, residual_TD):
                 return self._adapted.hidden(adapters, residual_TD, positions_T, slots, attend, capture)
         norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
-        kind = Rows.MANY if adapters is not None else self._kind(residual_TD)
+        kind = Rows.MANY if adapters is not None else self.kind(residual_TD)
         x = residual_TD if kind is Rows.ONE else rms_norm(residual_TD, norms[0].weight_K, self._eps)
         for index, layer in enumerate(layers):
 
@@ -111,15 +112,18 @@ class FusedForward:
                 q_TNH = self._rotated(qkv_TE, index, positions_T, slots[index])
                 return attend(q_TNH, index).reshape(qkv_TE.shape[0], -1)
 
+            # What is captured stays as it is: the stream goes on elsewhere.
+            onto_TD = torch.empty_like(residual_TD) if index - 1 in captured else residual_TD
             if kind is Rows.ONE:
-                self._one_row(layer, residual_TD, mix)
+                self._one_row(layer, residual_TD, onto_TD, mix)
             elif kind is Rows.FEW:
-                x = self._few_rows(layer, x, residual_TD, mix, norms[index + 1])
+                x = self._few_rows(layer, x, residual_TD, onto_TD, mix, norms[index + 1])
             else:
                 assert isinstance(x, torch.Tensor)
-                x = self._many_rows(layer, x, residual_TD, mix, norms[index + 1], adapters)
-            if capture is not None and index in capture:
-                capture[index] = residual_TD.clone()
+                x = self._many_rows(layer, x, residual_TD, onto_TD, mix, norms[index + 1], adapters)
+            residual_TD = onto_TD
+            if index in captured:
+                captured[index] = residual_TD
         if kind is Rows.MANY:
             assert isinstance(x, torch.Tensor)
             return x
@@ -129,15 +133,15 @@ class FusedForward:
         """[T, D]; zeros for padding."""
         return embedding_gather(ids_T, self._model.model.embed_tokens.weight)
 
-    def _one_row(self, layer: DecoderLayer, residual_1D: torch.Tensor, mix: Mix) -> None:
+    def _one_row(self, layer: DecoderLayer, residual_1D: torch.Tensor, onto_1D: torch.Tensor, mix: Mix) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         x_1D, norm = self._row_and_norm(residual_1D, layer.input_layernorm)
         out_1E = mix(gemv(x_1D, attention.qkv_proj.weight, attention.qkv_proj.bias, norm))
         output = attention.o_proj
-        gemv(out_1E, output.weight, output.bias, residual_1N=residual_1D, out=residual_1D)
-        x_1D, norm = self._row_and_norm(residual_1D, layer.post_attention_layernorm)
+        gemv(out_1E, output.weight, output.bias, residual_1N=residual_1D, out=onto_1D)
+        x_1D, norm = self._row_and_norm(onto_1D, layer.post_attention_layernorm)
         inner_1I = gemv(x_1D, mlp.gate_up_proj.weight, norm=norm, gated=True)
-        gemv(inner_1I, mlp.down_proj.weight, mlp.down_proj.bias, residual_1N=residual_1D, out=residual_1D)
+        gemv(inner_1I, mlp.down_proj.weight, mlp.down_proj.bias, residual_1N=onto_1D, out=onto_1D)
 
     def _row_and_norm(self, residual_1D: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, InputNorm | None]:
         """What a product takes for `norm` of a row. Every program of the product would norm the row:
@@ -151,33 +155,37 @@ class FusedForward:
         layer: DecoderLayer,
         x: torch.Tensor | UnscaledRows,
         residual_TD: torch.Tensor,
+        onto_TD: torch.Tensor,
         mix: Mix,
         following: InputNorm,
     ) -> UnscaledRows:
-        """A layer whose norms, gate and sums ride along with its four products."""
+        """A layer whose norms, gate and sums ride along with its four products. The stream is in `onto_TD`
+        afterwards, which may be where it was."""
         attention, mlp = layer.self_attn, layer.mlp
         out_TE = mix(skinny_matmul(x, attention.qkv_proj.weight, attention.qkv_proj.bias))
         output, between = attention.o_proj, self._norm(layer.post_attention_layernorm)
-        x = skinny_matmul_then_norm(out_TE, output.weight, output.bias, residual_TD, between)
+        x = skinny_matmul_then_norm(out_TE, output.weight, output.bias, residual_TD, between, out=onto_TD)
         inner_TI = skinny_matmul(x, mlp.gate_up_proj.weight, gated=True)
-        return skinny_matmul_then_norm(inner_TI, mlp.down_proj.weight, mlp.down_proj.bias, residual_TD, following)
+        return skinny_matmul_then_norm(inner_TI, mlp.down_proj.weight, mlp.down_proj.bias, onto_TD, following)
 
     def _many_rows(
         self,
         layer: DecoderLayer,
         x_TD: torch.Tensor,
         residual_TD: torch.Tensor,
+        onto_TD: torch.Tensor,
         mix: Mix,
         following: InputNorm,
         adapters: KernelStep | None = None,
     ) -> torch.Tensor:
-        """A layer from normed inputs; returns them for the layer that comes next."""
+        """A layer from normed inputs; returns them for the layer that comes next. The stream as in `_few_rows`."""
         attention, mlp = layer.self_attn, layer.mlp
         out_TE = mix(self._product(attention.qkv_proj, x_TD, adapters))
         x_TD = self._product(attention.o_proj, out_TE, adapters)
-        x_TD, residual_TD = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, self._eps)
+        between_D = layer.post_attention_layernorm.weight
+        x_TD, _ = add_rms_norm(x_TD, residual_TD, between_D, self._eps, total=onto_TD)
         x_TD = self._product(mlp.down_proj, self._gated(mlp.gate_up_proj, x_TD, adapters), adapters)
-        return add_rms_norm(x_TD, residual_TD, following.weight_K, self._eps)[0]
+        return add_rms_norm(x_TD, onto_TD, following.weight_K, self._eps)[0]
 
     def _rides_along(self, adapters: KernelStep, x_TD: torch.Tensor) -> bool:
         """Whether what adapters add fits the launches between products. With `deterministic` each launch keeps
@@ -196,7 +204,7 @@ class FusedForward:
             adapters.add_(layer.site, x_TD, y_TO)
         return y_TO
 
-    def _weighted(
+    def product(
         self, x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None = None, /
     ) -> torch.Tensor:
         """A product of any number of rows, on one rank."""
@@ -217,6 +225,12 @@ class FusedForward:
         if self._in_fixed_order(x_TD):
             return invariant_gated_matmul(x_TD, layer.weight, layer.bias, self._partials)
         return silu_and_mul(layer(x_TD))
+
+    def gated_product(self, x_TD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+        """silu(gates) * ups of a weight with all gates before all ups, on one rank."""
+        if self._in_fixed_order(x_TD):
+            return invariant_gated_matmul(x_TD, weight_OD, None, self._partials)
+        return silu_and_mul(self.product(x_TD, weight_OD))
 
     def _in_fixed_order(self, x_TD: torch.Tensor) -> bool:
         """Whether products keep a row's order of sums. Where launches can overlap, those kernels do so with what
@@ -258,14 +272,14 @@ class FusedForward:
     def _logits(self, hidden_RD: torch.Tensor, part: slice) -> torch.Tensor:
         model = self._model
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        if self._kind(hidden_RD) is Rows.ONE:
+        if self.kind(hidden_RD) is Rows.ONE:
             return gemv(hidden_RD, head.weight[part])
         if self._deterministic:
             segments = segments_of(*head.weight.shape)
             return invariant_matmul(hidden_RD, head.weight[part], partials=self._partials, segments=segments)
         return head.project(hidden_RD, part)
 
-    def _kind(self, x_TD: torch.Tensor) -> Rows:
+    def kind(self, x_TD: torch.Tensor) -> Rows:
         if self._deterministic or self._gate_bias or not self._alone(x_TD):
             return Rows.MANY
         rows, width = x_TD.shape

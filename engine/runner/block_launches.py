@@ -4,7 +4,7 @@ Owns the launches of the block's forward pass over pages, and of the choice of o
 Computes what `engine.dspark.block_model` computes, from the same parameters. Ignores what rows are
 (`engine.kernels.round_rows`) and how drafts are judged.
 
-Shapes: B rows, K block slots, G drafts, T = B * K tokens, D hidden, V vocabulary, L layers.
+Shapes: B rows, K block slots, G drafts, T = B * K tokens, D hidden, V vocabulary, L layers, R rank.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.block_model import DraftLayer
+from engine.dspark.heads import MarkovHead
+from engine.kernels.draft_notes import ConfidenceWeights, DraftNotes, note_drafts
+from engine.kernels.gemv import InputNorm
+from engine.kernels.markov_bias import markov_bias
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.round_judge import DraftDraw, draft_seeds
 from engine.kernels.round_rows import BlockRows
 from engine.kernels.row_columns import drawn_at, empty_columns, gather_columns
-from engine.kernels.sample_columns import EditColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
-from engine.kernels.swiglu import silu_and_mul
+from engine.kernels.skinny_matmul import UnscaledRows, skinny_matmul, skinny_matmul_then_norm
 from engine.memory.device_table import DeviceTable
-from engine.models.fused import FusedForward
+from engine.models.fused import FusedForward, Rows
 from engine.runner.round_plan import RoundModes
 
 
@@ -55,10 +58,24 @@ class BlockLaunches:
         self._qkv = QKVShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         tokens = rows * spec.block
         self._out_TNH = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device)
-        self._ids_GB = torch.zeros(drafts, rows, dtype=torch.int64, device=device)
-        self._log_q_GB = torch.zeros(drafts, rows, dtype=torch.float32, device=device)
-        self._seeds_GB = torch.zeros(drafts, rows, dtype=torch.int64, device=device)
-        self._cuts_GB2 = torch.zeros(drafts, rows, 2, dtype=torch.float64, device=device)
+
+        def numbers(*dims: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(dims, dtype=dtype, device=device)
+
+        self._ids_GB = numbers(drafts, rows, dtype=torch.int64)
+        self._log_q_GB = numbers(drafts, rows, dtype=torch.float32)
+        self._seeds_GB = numbers(drafts, rows, dtype=torch.int64)
+        self._cuts_GB2 = numbers(drafts, rows, 2, dtype=torch.float64)
+        self._confidence, head = None, model.confidence_head
+        if head is not None:
+            w1_VR = None if model.markov_head is None else model.markov_head.w1
+            reads = spec.confidence_reads_markov
+            self._confidence = ConfidenceWeights(head.weight, head.bias, w1_VR if reads else None)
+        self.notes = DraftNotes(
+            numbers(rows, drafts, dtype=torch.int64),
+            None if head is None else numbers(rows, drafts, dtype=torch.float32),
+            numbers(rows, drafts, dtype=torch.float32) if modes.rule == "rejection" else None,
+        )
 
     def sample_with(self, workspace: SampleWorkspace, edits: EditColumns | None) -> None:
         """What drafts are drawn with: scratch, and the edits that rows ask for."""
@@ -72,81 +89,109 @@ class BlockLaunches:
             self._drawn.append(drawn)
 
     def draft(
-        self,
-        slots_B: torch.Tensor,
-        window_B: torch.Tensor,
-        anchor_ids_B: torch.Tensor,
-        anchors_B: torch.Tensor,
-        out_BG: torch.Tensor,
+        self, slots_B: torch.Tensor, anchor_ids_B: torch.Tensor, anchors_B: torch.Tensor
     ) -> tuple[torch.Tensor | None, DraftDraw | None]:
-        """Fill the drafts of every row that has a window; uncalibrated confidences [B, G], and for rejection
+        """Fill `notes.ids_BG` for every row that has a window; uncalibrated confidences [B, G], and for rejection
         what drafts were drawn from."""
-        model, rows = self._model, len(slots_B)
-        hidden_GBD = self._hidden().view(rows, model.spec.block, -1)[:, model.spec.first_slot :][:, : self._drafts]
-        hidden_GBD = hidden_GBD.transpose(0, 1).contiguous()
-        logits_GBV = self._forward.logits(hidden_GBD.flatten(0, 1)).view(self._drafts, rows, -1)
+        model, block, rows = self._model, self.block, len(slots_B)
+        first = model.spec.first_slot
+        hidden_BKD = self._hidden().view(rows, model.spec.block, -1)
+        hidden_BGD = hidden_BKD[:, first : first + self._drafts].contiguous()
+        logits_BGV = self._forward.logits(hidden_BGD.flatten(0, 1)).view(rows, self._drafts, -1)
         if model.cut is not None:
-            logits_GBV.index_fill_(-1, model.cut, float("-inf"))
-        drafting_B = torch.where(window_B > 0, slots_B, -1)
-        columns = gather_columns(self._table, drafting_B, anchors_B, self._columns)
+            logits_BGV.index_fill_(-1, model.cut, float("-inf"))
+        columns = gather_columns(self._table, block.slots_B, block.drawn_KB[0], self._columns)
         rejects = self._modes.rule == "rejection"
         if rejects:
             draft_seeds(self._table, slots_B, anchors_B, self._seeds_GB)
-        head, state = model.markov_head, None
-        previous_B = anchor_ids_B.clamp(min=0)
-        embedded = []
-        for slot, logits_BV in enumerate(logits_GBV):
-            if head is not None:
-                embedded.append(head.embed(previous_B))
-                state = head.start(embedded[-1]) if state is None else state
-                code_BR, state = head.step(embedded[-1], hidden_GBD[slot], state)
-                logits_BV.addmm_(code_BR, head.w2.t())
-            self._pick(slot, logits_BV, drawn_at(columns, anchors_B + (1 + slot), columns.seed_S))
+        previous_B, state = anchor_ids_B, None
+        for slot in range(self._drafts):
+            logits_BV = logits_BGV[:, slot]
+            state = self._lean(logits_BV, previous_B, hidden_BGD[:, slot], state)
+            seeds_B = self._seeds_GB[slot] if rejects else columns.seed_S
+            self._pick(slot, logits_BV, drawn_at(columns, block.drawn_KB[slot], seeds_B))
             previous_B = self._ids_GB[slot]
-        out_BG.copy_(self._ids_GB.t())
-        confidence_BG = None
-        if model.confidence_head is not None:
-            reads = torch.stack(embedded) if model.spec.confidence_reads_markov else None
-            confidence_BG = model.confidence_head(hidden_GBD, reads).t().contiguous()
-        draw = None
-        if rejects:
-            cuts_GB2 = self._cuts_GB2 if self._modes.step.truncated else None
-            draw = DraftDraw(logits_GBV.transpose(0, 1), self._log_q_GB.t().contiguous(), cuts_GB2)
-        return confidence_BG, draw
+        notes = self.notes
+        note_drafts(hidden_BGD, anchor_ids_B, self._ids_GB, self._log_q_GB, self._confidence, notes)
+        if notes.log_q_BG is None:
+            return notes.confidence_BG, None
+        cuts_GB2 = self._cuts_GB2 if self._modes.step.truncated else None
+        return notes.confidence_BG, DraftDraw(logits_BGV, notes.log_q_BG, cuts_GB2)
 
-    def _pick(self, slot: int, logits_BV: torch.Tensor, columns) -> None:
-        truncated, rejects = self._modes.step.truncated, self._modes.rule == "rejection"
-        if rejects:
-            columns = drawn_at(columns, columns.position_S, self._seeds_GB[slot])
+    def _lean(
+        self, logits_BV: torch.Tensor, previous_B: torch.Tensor, hidden_BD: torch.Tensor, state: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Add what the tokens before say; the Markov head's next state where it has one."""
+        head = self._model.markov_head
+        if head is None:
+            return None
+        if type(head) is MarkovHead:
+            markov_bias(logits_BV, previous_B, head.w1, head.w2)
+            return None
+        embedded_BR = head.embed(previous_B.clamp(min=0))
+        code_BR, state = head.step(embedded_BR, hidden_BD, head.start(embedded_BR) if state is None else state)
+        logits_BV.addmm_(code_BR, head.w2.t())
+        return state
+
+    def _pick(self, slot: int, logits_BV: torch.Tensor, columns: SampleColumns) -> None:
+        truncated = self._modes.step.truncated
         sample_rows(logits_BV, columns, self._drawn[slot], self._workspace, truncated=truncated, every=False)
-        if rejects and truncated:
+        if self._modes.rule == "rejection" and truncated:
             self._cuts_GB2[slot].copy_(self._workspace.record_BR[: logits_BV.shape[0], :2])
 
     def _hidden(self) -> torch.Tensor:
         """Normed states [T, D]; the block's keys and values are in the pool."""
-        model, block = self._model, self.block
-        shape, eps = model.spec.backbone, model.spec.backbone.rms_eps
-        weights_LED = model.qkv_proj.view(shape.num_layers, -1, shape.hidden)
+        model, forward = self._model, self._forward
+        eps = model.spec.backbone.rms_eps
         layers = [cast(DraftLayer, layer) for layer in model.layers]
         norms = [layer.input_layernorm.weight for layer in layers[1:]] + [model.norm.weight]
-        residual_TD = self._forward.embed(block.ids_T)
-        x_TD = rms_norm(residual_TD, layers[0].input_layernorm.weight, eps)
+        residual_TD = forward.embed(self.block.ids_T)
+        x = rms_norm(residual_TD, layers[0].input_layernorm.weight, eps)
+        few = forward.kind(residual_TD) is Rows.FEW
         for index, layer in enumerate(layers):
-            q_TNH = rope_kv_write(
-                F.linear(x_TD, weights_LED[index]),
-                self._qkv,
-                None
-                if layer.q_norm is None or layer.k_norm is None
-                else QKNorm(layer.q_norm.weight, layer.k_norm.weight, eps),
-                model.rotary.cos_CE,
-                model.rotary.sin_CE,
-                block.positions_T,
-                block.write_slots_T,
-                self._pool.tokens(index),
-            )
-            self._attention.run_prefill(q_TNH, self._pool.tokens(index), self._plan, self._out_TNH, index)
-            x_TD = F.linear(self._out_TNH.flatten(1), layer.o_proj)
-            x_TD, _ = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, eps)
-            x_TD = F.linear(silu_and_mul(F.linear(x_TD, layer.gate_up_proj)), layer.down_proj)
-            x_TD, _ = add_rms_norm(x_TD, residual_TD, norms[index], eps)
-        return x_TD
+            if few:
+                x = self._few_rows(index, layer, x, residual_TD, InputNorm(norms[index], eps))
+            else:
+                assert isinstance(x, torch.Tensor)
+                x = self._many_rows(index, layer, x, residual_TD, InputNorm(norms[index], eps))
+        return x if isinstance(x, torch.Tensor) else rms_norm(residual_TD, model.norm.weight, eps)
+
+    def _few_rows(
+        self,
+        index: int,
+        layer: DraftLayer,
+        x: torch.Tensor | UnscaledRows,
+        residual_TD: torch.Tensor,
+        following: InputNorm,
+    ) -> UnscaledRows:
+        """A layer whose norms, gate and sums ride along with its products, as `FusedForward` has them."""
+        out_TE = self._attend(index, layer, skinny_matmul(x, self._projection(index)))
+        between = InputNorm(layer.post_attention_layernorm.weight, following.eps)
+        x = skinny_matmul_then_norm(out_TE, layer.o_proj, None, residual_TD, between)
+        inner_TI = skinny_matmul(x, layer.gate_up_proj, gated=True)
+        return skinny_matmul_then_norm(inner_TI, layer.down_proj, None, residual_TD, following)
+
+    def _many_rows(
+        self, index: int, layer: DraftLayer, x_TD: torch.Tensor, residual_TD: torch.Tensor, following: InputNorm
+    ) -> torch.Tensor:
+        forward = self._forward
+        out_TE = self._attend(index, layer, forward.product(x_TD, self._projection(index)))
+        x_TD = forward.product(out_TE, layer.o_proj)
+        x_TD, _ = add_rms_norm(x_TD, residual_TD, layer.post_attention_layernorm.weight, following.eps)
+        x_TD = forward.product(forward.gated_product(x_TD, layer.gate_up_proj), layer.down_proj)
+        return add_rms_norm(x_TD, residual_TD, following.weight_K, following.eps)[0]
+
+    def _projection(self, index: int) -> torch.Tensor:
+        """Weights [E, D] of a layer's queries, keys and values."""
+        shape = self._model.spec.backbone
+        return self._model.qkv_proj.view(shape.num_layers, -1, shape.hidden)[index]
+
+    def _attend(self, index: int, layer: DraftLayer, qkv_TE: torch.Tensor) -> torch.Tensor:
+        """[T, N * H], with keys and values in the pool."""
+        norm, rotary, pool = None, self._model.rotary, self._pool.tokens(index)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norm = QKNorm(layer.q_norm.weight, layer.k_norm.weight, self._model.spec.backbone.rms_eps)
+        places = (self.block.positions_T, self.block.write_slots_T)
+        q_TNH = rope_kv_write(qkv_TE, self._qkv, norm, rotary.cos_CE, rotary.sin_CE, *places, pool)
+        self._attention.run_prefill(q_TNH, pool, self._plan, self._out_TNH, index)
+        return self._out_TNH.flatten(1)

@@ -16,11 +16,12 @@ import torch
 
 from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
+from engine.dspark.drafter import Committed
 from engine.dspark.speculation import Speculation
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
 from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
-from engine.kernels.round_spend import spend_rows
+from engine.kernels.round_spend import Calibration, spend_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
@@ -145,7 +146,7 @@ class RoundLaunches:
             column(torch.int64),
         )
         self._spent_B = column(torch.int32)
-        self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
+        self._survival_BG = torch.zeros(rows, parts.drafts, dtype=torch.float32, device=device)
         self._drafter = None
         if parts.draft_attention is not None:
             drafter = parts.speculation.drafter
@@ -154,6 +155,9 @@ class RoundLaunches:
                 drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts
             )
             self._drafter.sample_with(scratch.sampling, self._edits)
+            self._drafts_BG = self._drafter.notes.ids_BG
+        else:
+            self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
         self._verify = VerifyRows.empty(verify, rows, device)
         self._columns = empty_columns(verify, device, self._edits)
         self._drawn = SampleOut.empty(verify, device, entropy=modes.step.columns)
@@ -183,16 +187,12 @@ class RoundLaunches:
             self._anchors_B,
             None if drafter is None else drafter.block,
         )
-        confidence_BG, survival_BG, draw = None, inputs.survival_BG, None
+        confidence_BG, draw = None, None
         if drafter is None:
             self._drafts_BG.copy_(inputs.drafts_BG)
         else:
-            confidence_BG, draw = drafter.draft(
-                inputs.slots_B, self._window_B, self._anchor_ids_B, self._anchors_B, self._drafts_BG
-            )
-            if confidence_BG is not None:
-                survival_BG = parts.speculation.scaling.survival(confidence_BG)
-        lens_B, keep_B = self._lengths(survival_BG)
+            confidence_BG, draw = drafter.draft(inputs.slots_B, self._anchor_ids_B, self._anchors_B)
+        survival_BG, lens_B, keep_B = self._lengths(confidence_BG)
         pack_rows(
             inputs.slots_B,
             self._window_B,
@@ -226,13 +226,22 @@ class RoundLaunches:
         settle_rows(*given, self._drafts_BG, keep_B, out)
         return Judged(out.accepted_B, out.chance_R)
 
-    def _lengths(self, survival_BG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts of each row that are verified, and those that may be kept, int32 [B]."""
-        inputs, most_B = self.inputs, self._window_B.clamp(min=0)
-        if self._modes.mode == "static":
-            return most_B, most_B
-        spend_rows(survival_BG, self._window_B, inputs.least_B, inputs.budget_1, self._spent_B)
-        return (most_B if self._modes.mode == "cap_accept" else self._spent_B), self._spent_B
+    def _lengths(self, confidence_BG: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Survivals [B, G], drafts of each row that are verified, and those that may be kept, int32 [B]. Of idle
+        rows nobody asks."""
+        inputs, window_B, mode = self.inputs, self._window_B, self._modes.mode
+        survival_BG, calibration = inputs.survival_BG, None
+        if confidence_BG is not None:
+            survival_BG = self._survival_BG
+            calibration = Calibration(confidence_BG, self._parts.speculation.scaling.temperatures_G)
+        if mode != "static" or calibration is not None:
+            spent_B = None if mode == "static" else self._spent_B
+            spend_rows(survival_BG, window_B, inputs.least_B, inputs.budget_1, spent_B, calibration)
+        return (
+            survival_BG,
+            self._spent_B if mode == "compact" else window_B,
+            window_B if mode == "static" else self._spent_B,
+        )
 
     def _forward(self) -> torch.Tensor:
         """logits_RV of the verify rows; the drafter has their context then."""
@@ -245,5 +254,6 @@ class RoundLaunches:
         states = dict.fromkeys(parts.speculation.captured_layers, rows.ids_R)
         hidden_RD = parts.forward.hidden(rows.ids_R, rows.positions_R, rows.write_slots_R, attend, states or None)
         if states:
-            parts.speculation.absorb(rows.ids_R, rows.positions_R, rows.write_slots_R, states)
+            committed = Committed((), (), rows.ids_R, rows.positions_R, rows.write_slots_R, states)
+            parts.speculation.drafter.commit(committed)
         return parts.forward.logits(hidden_RD)

@@ -25,6 +25,7 @@ def round_parts(parts: Parts, speculation: Speculation, runner: FusedRunner) -> 
     attention = None
     mask_id = 0
     if isinstance(drafter, BlockDrafter):
+        drafter.use_kernels()
         attention = TritonAttention(drafter.model.spec.backbone)
         mask_id = drafter.model.spec.mask_id
     elif not traits.foreseen:

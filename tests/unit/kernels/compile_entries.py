@@ -22,6 +22,8 @@ from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
 from engine.kernels.decode_step import advance_rows, gather_rows
 from engine.kernels.decode_work import cut_rows
+from engine.kernels.draft_context import ContextLayers, write_context
+from engine.kernels.draft_notes import ConfidenceWeights, DraftNotes, note_drafts
 from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select
@@ -35,6 +37,7 @@ from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_o
 from engine.kernels.mamba2_decode import mamba2_decode
 from engine.kernels.mamba2_gate import mamba2_gate
 from engine.kernels.mamba2_prefill import mamba2_prefill
+from engine.kernels.markov_bias import markov_bias
 from engine.kernels.merge_states import merge_states
 from engine.kernels.mla_decode import mla_decode
 from engine.kernels.mla_tile import LatentShape, latent_config
@@ -45,7 +48,7 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
-from engine.kernels.round_spend import spend_rows
+from engine.kernels.round_spend import Calibration, spend_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
 from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
@@ -132,7 +135,7 @@ def rounds(capability: int) -> None:
     rows, part = VerifyRows.empty(16, 2, device), torch.zeros(2, 8)
     opened = BlockRows.empty(2, block, device) if block else None
     open_rows(table, slots, slots, slots, pages, RoundLimits(99, 99, 16, block), slots, long, long, opened)
-    spend_rows(part, slots, slots, slots[:1], slots)
+    spend_rows(part, slots, slots, slots[:1], slots, Calibration(part, part[0]) if block else None)
     pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
     gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))
     drafted = Drafted(drafts, slots, slots, *((part, part, part) if block else (None, None, None)))
@@ -149,6 +152,22 @@ def rounds(capability: int) -> None:
     out = JudgeBuffers.empty(2, 16, empty_columns(2, device), torch.zeros(2, 4096))
     judge_rows(table, logits, rows, columns, drawn, workspace, long, drafts, slots, draw, out, block > 0)
     settle_rows(logits, rows, columns, drawn, workspace, drafts, slots, out)
+
+
+def drafting(capability: int) -> None:
+    """Few rows and many of a block drafter, with norms and without."""
+    rows, width, rank = {80: (3, 576, 96), 90: (1, 4096, 256), 100: (200, 4096, 256)}[capability]
+    size, kv_heads = (64, 3) if capability == 80 else (128, 8)
+    table, token = torch.zeros(8, size, dtype=BF16), torch.zeros(rows, dtype=torch.int64)
+    pools = [torch.zeros(32, 2 * kv_heads, size, dtype=BF16) for _ in range(2)]
+    layers = ContextLayers.of(pools, [] if capability == 80 else [table[0], table[1]], 1e-6, table, table)
+    write_context(layers, torch.zeros(2, rows, 2 * kv_heads * size, dtype=BF16), token, token)
+    logits, weights = torch.zeros(rows, 7, 4000, dtype=BF16), torch.zeros(4000, rank, dtype=BF16)
+    markov_bias(logits[:, 0], token, weights, weights)
+    ids, log_q = torch.zeros(7, rows, dtype=torch.int64), torch.zeros(7, rows)
+    head = ConfidenceWeights(torch.zeros(1, width + rank, dtype=BF16), table[0], weights)
+    out = DraftNotes(ids.t().contiguous(), log_q.t().contiguous(), None if capability == 90 else log_q)
+    note_drafts(torch.zeros(rows, 7, width, dtype=BF16), token, ids, log_q, head, out)
 
 
 def latents(capability: int) -> None:
@@ -329,6 +348,7 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     invariant_products,
     step_ends,
     rounds,
+    drafting,
     decode_rows,
     prefill_rows,
     sampling,

@@ -50,8 +50,10 @@ def test_rows_stand_where_the_table_says():
         part = slice(3 * b, 3 * b + 3)
         if not drafts:
             assert rows.write_slots_T[part].tolist() == [-1] * 3 and rows.seq_lens_B[b] == 0
+            assert rows.slots_B[b] == -1
             continue
         positions = [int(anchors[b]) + k for k in range(3)]
+        assert rows.slots_B[b] == SLOTS[b] and rows.drawn_KB[:, b].tolist() == [p + 1 for p in positions]
         assert rows.ids_T[part].tolist() == [int(ids[b]), 511, 511] and rows.positions_T[part].tolist() == positions
         assert rows.write_slots_T[part].tolist() == [int(PAGES[b, p // PAGE]) * PAGE + p % PAGE for p in positions]
         assert rows.seq_lens_B[b] == anchors[b] + 3

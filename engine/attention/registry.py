@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest, Unsupported
 from engine.models.spec import ModelSpec
 from engine.user_cache import cache_folder
 
-LATENT_BACKENDS = ("torch_ref",)
+LATENT_BACKENDS = ("triton", "torch_ref")
 BACKENDS = ("triton", "flashinfer", "torch", "torch_ref")
 
 
@@ -31,7 +31,9 @@ def resolve_attention(name: str, spec: ModelSpec, device: torch.device | str, se
     if spec.latent is not None:
         if name not in ("auto", *LATENT_BACKENDS):
             raise Unsupported(field="attention", expected=f"one of {list(LATENT_BACKENDS)} over latents", actual=name)
-        return LATENT_BACKENDS[0] if name == "auto" else name
+        if name != "auto":
+            return name
+        return "triton" if torch.device(device).type == "cuda" and find_spec("triton") is not None else "torch_ref"
     if name == "auto":
         biased = any(layer.bias is not None for layer in spec.layers)
         if torch.device(device).type == "cuda" and find_spec("triton") is not None and not biased:
@@ -54,6 +56,10 @@ def make_attention(
     """Build a backend; one that cannot compute a layer of the spec refuses it by name. `dtype` is
     that of the key/value pool, the spec's by default."""
     name = resolve_attention(name, spec, device)
+    if spec.latent is not None and name == "triton":
+        from engine.attention.mla_triton import TritonLatent  # needs triton, which CPU installations lack
+
+        return TritonLatent(spec, deterministic)
     if spec.latent is not None:
         return LatentReference(spec)
     if name in ("triton", "flashinfer"):

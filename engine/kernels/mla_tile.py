@@ -82,7 +82,10 @@ def attend_latents(
     return acc_ML, sum_M, top_M
 
 
-@triton.jit(do_not_specialize=["table_stride", "piece", "tokens"], do_not_specialize_on_alignment=["rows_of_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride", "piece", "tokens"],
+    do_not_specialize_on_alignment=["rows_of_ptr", "visible_ptr"],
+)
 def latent_kernel(
     q_ptr, rows_ptr, out_ptr, part_ptr, part_lse_ptr, tables_ptr, rows_of_ptr, visible_ptr, chosen_ptr,
     q_stride, out_stride, table_stride, piece, tokens,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention import mla_triton
 from engine.attention.mla import choose_tokens, index_scores
+from engine.attention.registry import make_attention
 from engine.kernels.decode_attention import States, TileConfig
 from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select
 from engine.kernels.mla_decode import mla_decode
 from engine.kernels.mla_tile import LatentShape
+from tests.oracle.latent_models import shape
+from tests.oracle.model_oracle import Harness, engine_copy, random_ids, tiny_reference
 
 PAGE = 4
 SHAPE = LatentShape(5, 24, 12, PAGE, 0.21)
@@ -96,3 +100,25 @@ def test_choice(pieces, rows):
     counts = torch.full(counts_shape(len(scores), pieces), -1, dtype=torch.int32)
     dsa_select(scores, visible, chosen, counts, 90, block_n=32)
     assert torch.equal(chosen, choose_tokens(scores, visible, 12))
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_through_the_kernels(deterministic, monkeypatch):
+    """A decode row beside a prompt's second chunk, with layers that share a choice, equals the reference's way."""
+    monkeypatch.setattr(mla_triton, "FIXED_PIECE", 16)
+    monkeypatch.setattr(mla_triton, "FIXED_CHOICE", 16)
+    monkeypatch.setattr(mla_triton, "SCORE_BYTES", 1 << 10)
+    model_type, overrides = shape("glm-4")
+    overrides |= dict(num_hidden_layers=2, indexer_types=["full", "shared"], index_topk=6)
+    reference = tiny_reference(model_type, **overrides)
+    harness = Harness(engine_copy(reference), num_tokens=64, backend="torch_ref")
+    rows = harness.row(random_ids(9, 1)), harness.row(random_ids(11, 2))
+    harness.step([], [(row, 8) for row in rows])
+    runs, spec = [], harness.runner.model.spec
+    for backend in ("torch_ref", "triton"):
+        harness.runner.backend = make_attention(backend, spec, "cpu", deterministic)
+        for row in rows:
+            row.cached = 8
+        harness.step(list(rows[:1]), [(rows[1], 3)])
+        runs.append(torch.cat([row.logits[-1] for row in rows]))
+    torch.testing.assert_close(runs[1], runs[0], atol=1e-4, rtol=0)

@@ -43,12 +43,14 @@ def plan_memory(
     draft_kv: ModelSpec | None = None,
     draft: DraftShape | None = None,
     ring_bytes: int = 0,
+    available: int | None = None,
 ) -> MemoryPlan:
     """Call it with the weights in place, and `config` resolved but for the sizes of pools.
 
     With `spare_rows` fewer rows than configured will do; with `split_windows` windowed layers have pages of
     their own. A token has states of a drafter's `draft_kv` too; `ring_bytes` are a running row's replay rings. On
-    the CPU, memory serves everybody else too, so pools never grow past `max_running` whole contexts.
+    the CPU, memory serves everybody else too, so pools never grow past `max_running` whole contexts. `available`
+    are the bytes to divide (None: what is free now).
     """
     gpu, attending = device.type == "cuda", spec.attending
     tokens = number(config.scheduler.prefill_tokens)
@@ -87,7 +89,7 @@ def plan_memory(
         state_slots=_given(config.cache.state_slots),
         useful_tokens=None if gpu else rows * spec.context_len,
     )
-    return divide(needs, wanted, free_bytes(device))
+    return divide(needs, wanted, free_bytes(device) if available is None else available)
 
 
 def planned(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -82,7 +82,13 @@ def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     if spec.latent is not None:  # queries, absorbed ones, what comes out
         attention = 2 * spec.num_heads * (spec.latent.nope_dim + spec.latent.row + spec.latent.value_dim)
-    return (3 * spec.hidden + attention + 3 * spec.intermediate) * dtype.itemsize
+    mixers = [layer.mixer for layer in spec.layers if layer.mixer is not None]
+    mixing = max([attention, *(2 * sum(mixer.inputs(spec.hidden).values()) for mixer in mixers)])
+    width, experts = spec.intermediate, spec.experts
+    if experts is not None:
+        each = spec.intermediate if experts.gate is None else experts.gate.width
+        width = max(width, experts.per_token * each + (0 if experts.gate is None else experts.gate.shared))
+    return (3 * spec.hidden + mixing + 3 * width) * dtype.itemsize
 
 
 def _prefix_states(spec: ModelSpec, rows: int, context: int, deterministic: bool) -> Share:

@@ -17,6 +17,7 @@ from lora.folder import read_folder
 from lora.packing import pack
 from lora.step import LoopStep
 from tests.oracle.model_oracle import Harness, engine_copy, random_ids, reference_logits, tiny_reference
+from tests.oracle.test_models_hybrid import FACTORS, GRANITE, MAMBA2, NEMOTRON
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MATRIX = {
@@ -62,7 +63,11 @@ SECOND = {
     "gemma3": ("gemma3_text", WINDOWS, {"target_modules": ["embed_tokens", *ALL]}),
     "lfm2": ("lfm2", CONVOLUTIONS, {"target_modules": "all-linear"}),
     "gpt-oss": ("gpt_oss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"target_modules": ALL[:4]}),
+    "falcon-h1": ("falcon_h1", MAMBA2 | FACTORS, {"target_modules": ["embed_tokens", "lm_head", "in_proj", *ALL]}),
+    "nemotron-h": ("nemotron_h", NEMOTRON, {"target_modules": ["embeddings", "in_proj", *ALL[:4], *ALL[5:]]}),
+    "granite": ("granitemoehybrid", MAMBA2 | GRANITE, {"target_modules": ["out_proj", "input_linear", "q_proj"]}),
 }
+QUICK = ("qwen3", "qwen3 ends", "gemma3", "lfm2", "gpt-oss")
 
 
 def adapt(reference, options, seed: int = 1):
@@ -117,9 +122,11 @@ def test_logits_of_a_tied_model_equal_peft(name, tmp_path):
     check(tiny_reference("llama", tie_word_embeddings=True), MATRIX[name], tmp_path)
 
 
-@pytest.mark.parametrize("options", SECOND.values(), ids=SECOND)
-def test_another_architecture(options, tmp_path):
-    kind, overrides, adapter = options
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SECOND]
+)
+def test_another_architecture(name, tmp_path):
+    kind, overrides, adapter = SECOND[name]
     check(tiny_reference(kind, **overrides), adapter, tmp_path)
 
 

@@ -25,7 +25,8 @@ class DraftStep:
 
     `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
-    the incarnation of row b's sequence, `known[b]` how many new tokens it had.
+    the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
+    took in, None until they are with their samples.
     """
 
     samples: list[Sample]
@@ -39,11 +40,20 @@ class DraftStep:
     proposal: Proposal | None = None
     survival_BG: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
     verdict: Verdict | None = None
+    emitted: list[int] | None = None
 
     @property
     def drafting(self) -> bool:
         """Whether any row has drafts to verify."""
         return any(self.drafts)
+
+    def emitted_by(self, row: int) -> tuple[list[int], list[float]]:
+        """The tokens that a row took in, and their log-probabilities."""
+        assert self.emitted is not None
+        sample, start = self.samples[row], self.known[row]
+        end = start + self.emitted[row]
+        shift = len(sample.columns.logprobs) - len(sample.ids)
+        return sample.ids[start:end], sample.columns.logprobs[start + shift : end + shift]
 
     def tokens(self) -> list[list[int]]:
         """What each row feeds: its anchor and its drafts."""

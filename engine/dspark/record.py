@@ -144,15 +144,15 @@ class Record:
     def _observe_plain(self, step: DraftStep, row: int) -> None:
         sample = step.samples[row]
         self._stats(sample).plain_steps += 1
-        if len(sample.ids) > step.known[row]:
-            self._ceiling.plain(step.keys[row], sample.ids[-1], sample.columns.logprobs[-1])
+        for token, logprob in zip(*step.emitted_by(row), strict=True):
+            self._ceiling.plain(step.keys[row], token, logprob)
 
     def _observe_counts(self, step: DraftStep, rows: int) -> None:
         """What became of the first `rows` requests' drafts, which all had some."""
         verdict, proposal = step.verdict, step.proposal
-        assert verdict is not None and proposal is not None
+        assert verdict is not None and proposal is not None and step.emitted is not None
         verified = [len(drafts) for drafts in step.drafts[:rows]]
-        emitted = [len(sample.ids) - known for sample, known in zip(step.samples[:rows], step.known, strict=False)]
+        emitted = step.emitted[:rows]
         accepted = [min(pair) for pair in zip(verdict.num_accepted[:rows], step.keep, strict=False)]
         members: dict[int, tuple[DraftStats, list[int]]] = {}
         for row, sample in enumerate(step.samples[:rows]):
@@ -184,7 +184,7 @@ class Record:
         for row in open_rows:
             if not self._unknown(step, row):
                 ids = drafts[row][: step.proposal.lens[row]]
-                self._observe_ceiling(step, row, ids, verified[row], emitted[row], accepted[row])
+                self._observe_ceiling(step, row, ids, verified[row], accepted[row])
 
     def _unknown(self, step: DraftStep, row: int) -> bool:
         """Rejection that trims rows sampled from more than logits over temperature is left out: log p of a draft
@@ -193,9 +193,7 @@ class Record:
         trims = self._config.rule == "rejection" and self._config.mode == "compact"
         return trims and not sampling.greedy and not _plain_temperature(sampling)
 
-    def _observe_ceiling(
-        self, step: DraftStep, row: int, ids: list[int], verified: int, emitted: int, accepted: int
-    ) -> None:
+    def _observe_ceiling(self, step: DraftStep, row: int, ids: list[int], verified: int, accepted: int) -> None:
         sample, proposal = step.samples[row], step.proposal
         assert proposal is not None
         log_q = None
@@ -207,9 +205,7 @@ class Record:
                 scaled_GV = proposal.logits_BGV[row, : len(ids)].float() / sample.row.temperature
                 ids_G = proposal.ids_BG[row, : len(ids)]
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
-        tokens = sample.ids[step.known[row] :]
-        logprobs = sample.columns.logprobs[len(sample.columns.logprobs) - emitted :]
-        self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, tokens, logprobs)
+        self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, *step.emitted_by(row))
 
     def _observe_chances(self, step: DraftStep) -> None:
         verdict, proposal, rows = step.verdict, step.proposal, len(step.survival_BG)
@@ -239,6 +235,8 @@ class Record:
 
     def _watch(self, step: DraftStep, outcomes: list[tuple[float, int, int]]) -> None:
         """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
+        if not outcomes:
+            return
         number = step.plan.step
         self.switch.observe(number, *_summed(outcomes))
         lengths: dict[int, list[tuple[float, int, int]]] = {}

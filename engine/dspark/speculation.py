@@ -297,6 +297,8 @@ class Speculation:
         if self.alternation is not None and not step.drafting:
             # Plain steps run as bursts here, and their times are those of bursts.
             seconds = None
+        if step.emitted is None:
+            step.emitted = [len(sample.ids) - known for sample, known in zip(step.samples, step.known, strict=True)]
         self.record.observe(step, seconds)
 
     def plan_for(self, tiers: Sequence[int]) -> None:

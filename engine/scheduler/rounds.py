@@ -151,45 +151,56 @@ class DeviceRounds:
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
         """Give samples what rounds brought, `seconds` each where that is known."""
-        host, records = result
-        for record_BF in records:
-            self._counters.decode_rows += self._commit_round(planned, host, record_BF, seconds)
-        for b, (sample, key) in enumerate(zip(planned.step.samples, planned.step.keys, strict=True)):
-            same = sample.sequence is not None and sample.sequence.key == key
-            if same and host.finished[b] == BAD and len(sample.ids) == int(host.new[b]):
-                self._committer.fail_bad_logits(sample)
+        (host, records), step = result, planned.step
+        record_RBF = np.stack(records)
+        running = [
+            sample.sequence is not None and sample.sequence.key == key and sample.state is SampleState.RUNNING
+            for sample, key in zip(step.samples, step.keys, strict=True)
+        ]
+        known = [len(sample.ids) for sample in step.samples]
+        windows_RB, emitted_RB = record_RBF[:, :, 0], np.where(record_RBF[:, :, 0] >= 0, record_RBF[:, :, 4], 0)
+        ends_RB = np.array(known) + np.cumsum(emitted_RB, axis=0)
+        for b, end in enumerate(ends_RB[-1].tolist()):
+            if running[b]:
+                self._take(step.samples[b], host, b, end)
+        # A host may end a sample before the device does; rounds from there on never existed.
+        there_B = np.array([len(sample.ids) for sample in step.samples])
+        took_RB = np.array(running) & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
+        starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
+        emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
+        for round_, record_BF in enumerate(record_RBF):
+            took = np.flatnonzero(took_RB[round_])
+            # Those that drafted come first.
+            members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")].tolist()
+            if members:
+                told = self._step(planned, members, record_BF, starts_RB[round_], emitted_RB[round_])
+                self._count(told)
+                self._speculation.learn(told, seconds)
 
-    def _commit_round(self, planned: Planned, host: HostResult, record_BF: np.ndarray, seconds: float | None) -> int:
-        members = self._members(planned.step, record_BF)
-        if not members:
-            return 0
-        step = self._step(planned, members, record_BF)
-        tokens = 0
-        for b in members:
-            sample, (_, verified, keep, accepted, emitted) = planned.step.samples[b], record_BF[b, :HEAD].tolist()
-            known = len(sample.ids)
-            if emitted:
-                ids, columns = host.tokens(b, known, known + emitted, sample.row.want)
-                tokens += emitted
-                self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
+    def _take(self, sample: Sample, host: HostResult, row: int, end: int) -> None:
+        """Tokens up to number `end`, and the end of a sample whose logits went bad behind them."""
+        known = len(sample.ids)
+        if end > known:
+            ids, columns = host.tokens(row, known, end, sample.row.want)
+            self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
+        if sample.state is SampleState.RUNNING and host.finished[row] == BAD and end == int(host.new[row]):
+            self._committer.fail_bad_logits(sample)
+
+    def _count(self, step: DraftStep) -> None:
+        assert step.verdict is not None and step.emitted is not None
+        self._counters.decode_rows += sum(step.emitted)
+        parts = zip(step.drafts, step.keep, step.verdict.num_accepted, step.emitted, strict=True)
+        for sample, (drafts, keep, accepted, emitted) in zip(step.samples, parts, strict=True):
             use = sample.draft_use
-            use.steps += verified > 0
-            use.verified += verified
-            use.accepted += min(accepted, keep, len(sample.ids) - known)
-        self._speculation.learn(step, seconds)
-        return tokens
+            use.steps += bool(drafts)
+            use.verified += len(drafts)
+            use.accepted += min(accepted, keep, emitted)
 
-    def _members(self, step: DraftStep, record_BF: np.ndarray) -> list[int]:
-        """Rows that took part and are still what they were, those that drafted first."""
-        members = []
-        for b, (sample, key) in enumerate(zip(step.samples, step.keys, strict=True)):
-            same = sample.sequence is not None and sample.sequence.key == key
-            if same and sample.state is SampleState.RUNNING and record_BF[b, 0] >= 0:
-                members.append(b)
-        return sorted(members, key=lambda b: record_BF[b, 0] == 0)
-
-    def _step(self, planned: Planned, members: list[int], record_BF: np.ndarray) -> DraftStep:
-        """What the device did, told as the serial loop tells it."""
+    def _step(
+        self, planned: Planned, members: list[int], record_BF: np.ndarray, starts_B: np.ndarray, emitted_B: np.ndarray
+    ) -> DraftStep:
+        """What the device did in a round, told as the serial loop tells it. Row b had `starts_B[b]` new tokens
+        before it."""
         foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
         samples = [foreseen.samples[b] for b in members]
         record_MF = record_BF[members]
@@ -205,13 +216,16 @@ class DeviceRounds:
         if traits.has_probabilities:
             proposal.log_q_BG = values_MPG[:drafted, 3, :drafts]
         verified, accepted = verified_M.tolist(), accepted_M.tolist()
-        contexts_M = np.array([sample.length for sample in samples], dtype=np.float64)
+        starts, emitted = starts_B[members].tolist(), emitted_B[members].tolist()
+        anchors = [len(sample.group.prompt) + start - 1 for sample, start in zip(samples, starts, strict=True)]
+        contexts_M = np.array(anchors, dtype=np.float64) + 1 + emitted_B[members]
         step = replace(
             foreseen,
             samples=samples,
             keys=[foreseen.keys[b] for b in members],
-            known=[len(sample.ids) for sample in samples],
-            anchors=[sample.length - 1 for sample in samples],
+            known=starts,
+            anchors=anchors,
+            emitted=emitted,
             drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified, strict=True)],
             keep=keep_M.tolist(),
             proposal=proposal,

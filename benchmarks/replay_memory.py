@@ -6,10 +6,11 @@ an eighth. `python -m benchmarks.memory` prints it beside everything else.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.report import Row, at_most
 from engine.memory.replay_ring import ReplayLayout, ReplayRings
@@ -92,23 +93,19 @@ def planned() -> list[Row]:
 
 
 def allocated(device: torch.device) -> list[Row]:
-    """What the process holds more, against the layouts' sums: pages and blocks round up a little."""
+    """What torch's allocator gave away, against the layouts' sums: a GPU's blocks round up a little."""
     spec = qwen3_5_35b(scale=8)
     state, rings = spec.state_layout(torch.bfloat16), ReplayLayout.of(spec, torch.bfloat16, 128, 7)
     case, slots = f"an eighth of its width, {rings.rings} rows", 64
-    made: list[StatePool | ReplayRings] = []
-    rows = []
-    for name, expected, make in (
-        ("states", slots * state.slot_bytes, lambda: StatePool(state, slots, 64, device)),
+    parts: tuple[tuple[str, int, Callable[[], object]], ...] = (
+        (f"states in {slots} slots", slots * state.slot_bytes, lambda: StatePool(state, slots, 64, device)),
         ("rings", rings.num_bytes, lambda: ReplayRings(rings, device)),
-    ):
-        before = _held(device)
-        made.append(make())
-        for tensor in _tensors(made[-1]):
-            tensor.fill_(1)
-        measured = _held(device) - before
-        near = abs(measured - expected) < 0.05 * expected
-        rows.append(Row(case, f"{name}, allocated", measured / MIB, "MiB", f"{expected / MIB:.1f} ± 5 %", near))
+    )
+    rows = []
+    for name, expected, make in parts:
+        measured = _allocated(make, device)
+        near = abs(measured - expected) <= 0.01 * expected
+        rows.append(Row(case, f"{name}, allocated", measured / MIB, "MiB", f"{expected / MIB:.1f} ± 1 %", near))
     return rows
 
 
@@ -116,14 +113,15 @@ def replay_rows(device: str = "cpu") -> list[Row]:
     return planned() + allocated(torch.device(device))
 
 
-def _tensors(holder: StatePool | ReplayRings) -> list[torch.Tensor]:
-    if isinstance(holder, ReplayRings):
-        return [holder.layer(index) for index in holder.layout.widths]
-    return [tensor for index in holder.layout.layers for tensor in holder.layer(index)]
-
-
-def _held(device: torch.device) -> int:
+def _allocated(make: Callable[[], object], device: torch.device) -> int:
+    """Bytes that what `make` makes goes on holding."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        before = torch.cuda.memory_allocated(device)
+        made = make()
+        held = torch.cuda.memory_allocated(device) - before
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            made = make()
+        held = sum(event.self_cpu_memory_usage for event in record.events())
+    del made
+    return held

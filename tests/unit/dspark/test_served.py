@@ -55,7 +55,7 @@ def plain(t_full):
     return make_engine(t_full).generate(requests())
 
 
-def assert_alike(groups, expected):
+def assert_alike(groups, expected, atol=TOLERANCE):
     for group, other in zip(groups, expected, strict=True):
         for sample, plain in zip(group.samples, other.samples, strict=True):
             name = f"{group.group_id}[{sample.index}]"
@@ -67,9 +67,9 @@ def assert_alike(groups, expected):
                 mine, theirs = getattr(sample, column), getattr(plain, column)
                 assert (mine is None) == (theirs is None), (name, column)
                 if mine is not None:
-                    np.testing.assert_allclose(mine, theirs, atol=TOLERANCE, err_msg=f"{name} {column}")
+                    np.testing.assert_allclose(mine, theirs, atol=atol, err_msg=f"{name} {column}")
             for definition, values in plain.extra_logprobs.items():
-                np.testing.assert_allclose(sample.extra_logprobs[definition], values, atol=TOLERANCE)
+                np.testing.assert_allclose(sample.extra_logprobs[definition], values, atol=atol)
             use = sample.draft_use
             assert use is None or 0 <= use.accepted <= min(use.verified, len(sample.ids))
 

@@ -1,14 +1,17 @@
 """How far rollout and trainer log-probabilities of the same tokens lie apart, and how far they may.
 
 Owns the measurement: mean |rollout - trainer| over the sampled tokens, and beside it, on the same
-tokens and weights, the trainer's own model against itself with a key/value cache, one token at a
-time as in generation. The second is what 16-bit arithmetic costs any engine. Ignores who sampled.
+tokens and weights, what 16-bit arithmetic costs: the trainer's own model against itself with a
+key/value cache, one token at a time as in generation, and both sides against the model computed in
+32 bits. The first of these is 0 for texts so short that a GPU sums both ways in the same order; the
+last says which side the difference comes from. Ignores who sampled.
 
 Shapes: R rows (samples whose prompts have equal length), T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,30 +27,46 @@ from trainer_bridge.tally import Tally
 from trainer_bridge.trainer import PolicyTrainer
 
 MAX_ROWS = 64
+MAX_EXACT = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Mean absolute differences in nats over `tokens` trained tokens."""
+    """Mean absolute differences in nats over `tokens` trained tokens; those to `exact` values are None for a
+    model of more than `MAX_EXACT` parameters, whose 32-bit copy may not fit."""
 
     tokens: int
     rollout_trainer: float
     cached_uncached: float
+    rollout_exact: float | None
+    trainer_exact: float | None
 
 
 def measure_agreement(trainer: PolicyTrainer, samples: Sequence[TrainingSample]) -> Agreement:
     """Over samples of the policy the trainer holds now."""
-    tally = Tally()
+    tally, exact = Tally(), _exact(trainer.model)
     for rows in _rows(samples):
-        cached_RT = cached_logprobs(trainer.model, rows)
-        for sample, uncached_T, cached_T in zip(rows, trainer.score(rows), cached_RT.cpu(), strict=True):
-            mask_T = torch.from_numpy(sample.loss_mask)
+        passes = [cached_logprobs(model, rows).cpu() for model in (trainer.model, exact) if model is not None]
+        for row, (sample, uncached_T) in enumerate(zip(rows, trainer.score(rows), strict=True)):
             rollout_T = torch.from_numpy(np.array(sample.rollout_logprobs))
-            count = sample.num_trained
-            tally.add("rollout", float((rollout_T - uncached_T)[mask_T].abs().double().sum()), count)
-            tally.add("cached", float((cached_T[: len(uncached_T)] - uncached_T)[mask_T].abs().double().sum()), count)
+            cached_T, *exact_T = (values_RT[row, : len(uncached_T)] for values_RT in passes)
+            differences = {"rollout": rollout_T - uncached_T, "cached": cached_T - uncached_T}
+            if exact_T:
+                differences |= {"rollout_exact": rollout_T - exact_T[0], "trainer_exact": uncached_T - exact_T[0]}
+            mask_T = torch.from_numpy(sample.loss_mask)
+            for name, values_T in differences.items():
+                tally.add(name, float(values_T[mask_T].abs().double().sum()), sample.num_trained)
     tokens = sum(sample.num_trained for sample in samples)
-    return Agreement(tokens, tally.mean("rollout"), tally.mean("cached"))
+    ends = (tally.mean(name) if exact is not None else None for name in ("rollout_exact", "trainer_exact"))
+    return Agreement(tokens, tally.mean("rollout"), tally.mean("cached"), *ends)
+
+
+def _exact(model: nn.Module) -> nn.Module | None:
+    """The same weights for sums in 32 bits; None where they are too many."""
+    params = list(model.parameters())
+    if all(param.dtype == torch.float32 for param in params):
+        return model
+    return copy.deepcopy(model).float() if sum(param.numel() for param in params) <= MAX_EXACT else None
 
 
 @torch.no_grad()

@@ -83,5 +83,8 @@ def test_agreement_compares_the_same_tokens_under_the_same_weights(make_sample) 
     for sample, scored in zip(samples, scores, strict=True):
         sample.rollout_logprobs = scored.numpy()
     assert measure_agreement(one, samples).rollout_trainer < 1e-6
+    assert found.rollout_exact == pytest.approx(0.25, abs=1e-5) and found.trainer_exact < 1e-5
     wobbling = measure_agreement(trainer(torch.bfloat16), samples)
     assert wobbling.cached_uncached > 1e-5 and wobbling.rollout_trainer > 1e-4
+    # The other one's weights had not been rounded.
+    assert 1e-5 < wobbling.trainer_exact < wobbling.rollout_trainer + wobbling.rollout_exact

@@ -103,6 +103,7 @@ def make_config(
     page_size: int = 4,
     kv_tokens: int = 4096,
     state_slots: int | Literal["auto"] = "auto",
+    window_tokens: int | Literal["auto"] = "auto",
     canary: int = 0,
     max_running: int = 16,
     prefill_tokens: int = 64,
@@ -118,6 +119,7 @@ def make_config(
         cache=CacheConfig(
             page_size=page_size,
             kv_tokens=kv_tokens,
+            window_tokens=window_tokens,
             state_slots=state_slots,
             prefix_cache=prefix_cache,
             canary=canary,

@@ -117,7 +117,8 @@ class WindowPages:
     def inserted(self, sequence: Sequence, first: int, last: int) -> None:
         """The tree has taken the pages [first, last), or has kept its own in their place."""
         slot = sequence.slot
-        self._let_go(sequence)
+        if last - self._reach > int(self.table.firsts_S[slot]):
+            self.table.advance(slot, last - self._reach)  # before that the receipt holds nothing
         first = max(first, int(self.table.firsts_S[slot]))
         if first < last:
             self.table.pages_SP[slot, first:last] = self._component.trailing(sequence.receipt, last - first)
@@ -169,6 +170,8 @@ class WindowPages:
         assert np.array_equal(found, expected), "private window pages are not those that sequences hold"
         for sequence in held:
             first, end = int(self.table.firsts_S[sequence.slot]), sequence.receipt.length // self._page_size
+            seen = max(0, sequence.computed // self._page_size - self._reach)
+            assert first <= seen, f"pages from {first} on are held, those from {seen} on are looked at"
             if first < end:
                 kept = self._component.trailing(sequence.receipt, end - first)
                 assert np.array_equal(kept, self.table.pages(sequence.slot, first, end)), "a window lost its pages"

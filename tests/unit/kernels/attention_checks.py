@@ -16,7 +16,7 @@ def check_cuts(device: torch.device) -> None:
     """Random batches, cut into shares of one sum and into fixed numbers."""
     generator = random.Random(0)
     for case in range(12):
-        fixed = case % 2 * 4
+        fixed, window = case % 2 * 4, case % 3 * 20
         rows, extra = generator.randrange(1, 20), generator.randrange(1, 30)
         lengths = torch.tensor([generator.choice([0, 1, 15, 16, 17, 300, 5000]) for _ in range(rows)])
         start = torch.tensor([generator.randrange(0, int(n) + 1) // 16 * 16 for n in lengths])
@@ -25,7 +25,7 @@ def check_cuts(device: torch.device) -> None:
         columns = [column.to(torch.int32) for column in (lengths, start, parts)]
         size = (rows * fixed if fixed else rows + extra, 8)
         items = torch.full(size, -7, dtype=torch.int32, device=device)
-        arguments = (extra, 32, 16, fixed)
+        arguments = (extra, 32, 16, fixed, window)
         cut_rows(*(column.to(device) for column in columns), items, *arguments)
         expected = cut_rows_reference(*columns, items.shape[0], *arguments)
         used = expected[:, 0] >= 0

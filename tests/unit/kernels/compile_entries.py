@@ -119,7 +119,8 @@ def step_ends(capability: int) -> None:
     table = DeviceTable(4, 16, torch.device("cpu"))
     slots = torch.zeros(2, dtype=torch.int64)
     pages = torch.zeros(2, 8, dtype=torch.int32)
-    gather_rows(table, slots, pages, 16, slots, slots, torch.zeros(2, dtype=torch.int32), slots)
+    for window in (None, (pages, slots)):
+        gather_rows(table, slots, pages, 16, slots, slots, torch.zeros(2, dtype=torch.int32), slots, window)
     advance_rows(table, slots, SampleOut.empty(2, "cpu"))
 
 
@@ -193,7 +194,7 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
     shape = shape or LAYERS[capability]
     q, kv, tables, sink = _rows(shape, dtype)
     numbers = torch.zeros(4, 8, dtype=torch.int32)
-    cut_rows(numbers[0], numbers[1], numbers[2], torch.zeros(16, 8, dtype=torch.int32), 8, 64, 64)
+    cut_rows(numbers[0], numbers[1], numbers[2], torch.zeros(16, 8, dtype=torch.int32), 8, 64, 64, window=shape.window)
     states = [States.empty(leading, shape.num_heads, shape.head_dim, "cpu") for leading in ((4,), (2, 2))]
     prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
     prefix_attention(q, kv, tables, numbers[0], numbers, states[1], shape, prefix_tiles)

@@ -80,8 +80,11 @@ def check_steps(device: torch.device) -> None:
     for step in range(STEPS):
         names = {"ids": torch.int64, "positions": torch.int64, "seq_lens": torch.int32, "write_slots": torch.int64}
         inputs = {name: torch.full((len(slots),), -9, dtype=dtype, device=device) for name, dtype in names.items()}
-        gather_rows(table, slots, page_tables_BP, PAGE, *inputs.values())
+        window_BP, window_slots = page_tables_BP.flip(1), torch.full((len(slots),), -9, device=device)
+        gather_rows(table, slots, page_tables_BP, PAGE, *inputs.values(), (window_BP.contiguous(), window_slots))
         expected = gather_rows_reference(reference, slots, page_tables_BP, PAGE)
+        other = gather_rows_reference(reference, slots, window_BP, PAGE)
+        assert torch.equal(window_slots, other["write_slots"])
         for name, column in inputs.items():
             assert torch.equal(column, expected[name]), name
         real, active = slots >= 0, expected["active"]

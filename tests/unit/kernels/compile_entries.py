@@ -28,6 +28,7 @@ from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.expert_rows import ExpertRows, expert_down, expert_gate_up
 from engine.kernels.gdn_decode import gdn_decode
 from engine.kernels.gdn_gate import gdn_gate
 from engine.kernels.gdn_prefill import gdn_prefill
@@ -216,7 +217,8 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
     numbers = torch.zeros(4, dtype=torch.int32)
     tiles = prefill_config(shape.block_d, dtype.itemsize, shape.group, longest)
     rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
-    prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial)
+    arrived = torch.zeros(4, shape.num_kv_heads, dtype=torch.int32)
+    prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial, arrived)
     if splits == 1:
         merge_states(partial, 1, torch.zeros_like(q), sink)
 
@@ -312,7 +314,7 @@ def gated_delta(capability: int) -> None:
     """Raw numbers by key head or one kind after the other; steps of one token and of several."""
     shape = {
         80: GatedDeltaShape(2, 4, 64, 48),
-        90: GatedDeltaShape(16, 32, 128, 128),
+        90: GatedDeltaShape(4, 8, 64, 64),
         100: GatedDeltaShape(4, 4, 32, 32),
     }
     kind, grouped, token = shape[capability], capability != 90, torch.zeros(2, dtype=torch.int32)
@@ -327,7 +329,10 @@ def gated_delta(capability: int) -> None:
     qkv = causal_conv(rows, columns, weight, bias, kept, token[:1], token, token)
     state = torch.zeros(2, kind.value_heads, kind.value_dim, kind.key_dim)
     out = gdn_decode(qkv, inputs, heads, kind, state, token, token if capability == 100 else None)
-    gdn_prefill(qkv, inputs, heads, kind, state, token[:1], token, token, 1, 64 if capability == 90 else 16)
+    gdn_prefill(qkv, inputs, heads, kind, state, token[:1], token, token, 1, 16)
+    chosen = ExpertRows(torch.zeros(capability, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 2)
+    inner = expert_gate_up(inputs[:, :64].contiguous(), torch.zeros(128, 64, dtype=BF16), chosen)
+    expert_down(inner, torch.zeros(128, 32, dtype=BF16), chosen)
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta net's kernels and the causal convolution in Triton's interpreter against their references, and
+"""The kernels of gated delta nets, convolutions and experts in Triton's interpreter against their references, and
 both forms of the recurrence against each other."""
 
 from __future__ import annotations
@@ -7,6 +7,13 @@ import pytest
 import torch
 
 from engine.kernels.causal_conv import causal_conv, causal_conv_step
+from engine.kernels.expert_rows import (
+    ExpertRows,
+    expert_down,
+    expert_down_reference,
+    expert_gate_up,
+    expert_gate_up_reference,
+)
 from engine.kernels.gdn_decode import gdn_decode
 from engine.kernels.gdn_gate import gdn_gate
 from engine.kernels.gdn_prefill import gdn_prefill
@@ -130,3 +137,14 @@ def test_gate(shape):
             gdn_gate(x, inputs, columns, weight, 1e-5, shape),
             gdn_gate_reference(x, inputs, columns, weight, 1e-5, shape),
         )
+
+
+def test_experts():
+    """One that nobody chose, one that more rows chose than a tile has, widths that no tile divides."""
+    chosen = torch.stack([torch.arange(20) % 3 // 2 * 3, torch.full((20,), 1)], dim=1)
+    rows, x = ExpertRows.of(chosen, 4), noise(20, 24)
+    gate_up, down = noise(4 * 2 * 20, 24, seed=1), noise(4 * 24, 20, seed=2)
+    inner = expert_gate_up_reference(x, gate_up, rows)
+    close(expert_gate_up(x, gate_up, rows), inner)
+    close(expert_down(inner, down, rows), expert_down_reference(inner, down, rows))
+    assert rows.starts_X1.tolist() == [0, 14, 34, 34, 40]

@@ -63,8 +63,9 @@ class ClampedExperts(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Silu-gated experts and a shared one. Scores are computed in fp32, ties go to the lowest expert. A gate's
-    parameters stay fp32 whatever the model's dtype is: corrections are small differences."""
+    """Silu-gated experts and a shared one, or squared relus where the spec's blocks have no gate. Scores are
+    computed in fp32, ties go to the lowest expert. A gate's parameters stay fp32 whatever the model's dtype is:
+    corrections are small differences."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: TensorParallel) -> None:
         super().__init__()
@@ -81,19 +82,23 @@ class RoutedExperts(nn.Module):
         self.gate_XD = empty(count, hidden, dtype=torch.float32)
         self.correction_X = None if self.gate.softmax else empty(count, dtype=torch.float32)
         self.shared_gate_1D = empty(1, hidden) if self.gate.weighed else None
-        self.gate_up_RD = empty(count * 2 * width, hidden)
-        """2 I rows an expert, gates first."""
+        self.inputs = 2 if spec.gated else 1
+        self.gate_up_RD = empty(count * self.inputs * width, hidden)
+        """2 I rows an expert, gates first; I rows without them."""
         self.down_RI = empty(count * hidden, width)
         """D rows an expert."""
-        self.gate_up_proj = ColumnParallelLinear(hidden, (shared, shared), False, dtype, device, parallel)
+        self.gate_up_proj = ColumnParallelLinear(hidden, (shared,) * self.inputs, False, dtype, device, parallel)
         self.down_proj = RowParallelLinear(shared, hidden, False, dtype, device, parallel)
         self.width = width
 
     def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         chosen_TK, weights_TK = self.choose(x_TD)
-        out_TD = sum_of_experts(x_TD, chosen_TK, weights_TK.to(x_TD.dtype), len(self.gate_XD), self._expert)
-        gate_TI, up_TI = self.gate_up_proj(x_TD, adapters).chunk(2, dim=1)
-        shared_TD = self.down_proj(F.silu(gate_TI).mul_(up_TI), adapters)
+        weights_TK = weights_TK.to(x_TD.dtype)
+        if x_TD.is_cuda and self.inputs == 2:
+            out_TD = self._by_kernels(x_TD, chosen_TK, weights_TK)
+        else:
+            out_TD = sum_of_experts(x_TD, chosen_TK, weights_TK, len(self.gate_XD), self._expert)
+        shared_TD = self.down_proj(self._inner(self.gate_up_proj(x_TD, adapters)), adapters)
         if self.shared_gate_1D is not None:
             # A product with one row would be summed in an order that follows from the number of tokens.
             shared_TD *= sigmoid((x_TD.float() * self.shared_gate_1D).sum(-1, keepdim=True)).to(x_TD.dtype)
@@ -119,11 +124,25 @@ class RoutedExperts(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return chosen_TK, weights_TK * gate.scale
 
+    def _by_kernels(self, x_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        from engine.kernels.expert_rows import ExpertRows, expert_down, expert_gate_up
+
+        rows = ExpertRows.of(chosen_TK, len(self.gate_XD))
+        inner_PI = expert_gate_up(x_TD, self.gate_up_RD, rows)
+        added_TKD = expert_down(inner_PI, self.down_RI, rows).unflatten(0, chosen_TK.shape)
+        return torch.bmm(weights_TK[:, None], added_TKD)[:, 0]
+
     def _expert(self, x_MD: torch.Tensor, expert: int) -> torch.Tensor:
         width, hidden = self.width, x_MD.shape[1]
-        gate_up_ID = self.gate_up_RD[2 * width * expert : 2 * width * (expert + 1)]
-        gate_MI, up_MI = linear(x_MD, gate_up_ID, None).chunk(2, dim=1)
-        return linear(F.silu(gate_MI).mul_(up_MI), self.down_RI[hidden * expert : hidden * (expert + 1)], None)
+        gate_up_ID = self.gate_up_RD[self.inputs * width * expert : self.inputs * width * (expert + 1)]
+        inner_MI = self._inner(linear(x_MD, gate_up_ID, None))
+        return linear(inner_MI, self.down_RI[hidden * expert : hidden * (expert + 1)], None)
+
+    def _inner(self, inputs_MI: torch.Tensor) -> torch.Tensor:
+        if self.inputs == 1:
+            return F.relu(inputs_MI).square_()
+        gate_MI, up_MI = inputs_MI.chunk(2, dim=1)
+        return F.silu(gate_MI).mul_(up_MI)
 
 
 def sum_of_experts(

@@ -55,7 +55,7 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
                 continue
             width = spec.experts.gate.shared
             gate, up, down = (f"{names.shared_expert}.{part}_proj" for part in ("gate", "up", "down"))
-            inputs = {gate: width, up: width}
+            inputs = {gate: width, up: width} if spec.gated else {up: width}
         gates = tuple(Part(f"{layer}.{name}", rows) for name, rows in inputs.items())
         sites += [
             Site(spec.hidden, gates, split=Split.OUTPUTS),

@@ -1,4 +1,5 @@
-"""Nemotron-H: every layer is one thing, Mamba2, attention without positions, or a block of squared relus."""
+"""Nemotron-H: every layer is one thing, Mamba2, attention without positions, or a block of squared relus, dense or
+of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
 from engine.models.family import Family
 from engine.models.mamba2 import Mamba2Spec
-from engine.models.shape import LayerSpec, Names, RopeSpec
+from engine.models.shape import ExpertSpec, GateSpec, LayerSpec, Names, RopeSpec
 
 NAMES = Names(
     root="backbone",
@@ -22,6 +23,9 @@ NAMES = Names(
     o="mixer.o_proj",
     up="mixer.up_proj",
     down="mixer.down_proj",
+    expert_gate="mixer.gate",
+    experts="mixer.experts",
+    shared_expert="mixer.shared_experts",
 )
 _KINDS = {
     "M": "mamba",
@@ -45,10 +49,11 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
     kinds = {
         "mamba": LayerSpec(attends=False, mixer=mixer, block=False),
         "attention": LayerSpec(block=False),
-        "mlp": LayerSpec(attends=False),
+        "mlp": LayerSpec(attends=False, dense=True),
+        "moe": LayerSpec(attends=False),
     }
-    layers = []
-    for kind in _pattern(config):
+    layers, pattern = [], _pattern(config)
+    for kind in pattern:
         if kind not in kinds:
             raise Unsupported(field="layers_block_type", expected=f"one of {sorted(kinds)}", actual=kind)
         layers.append(kinds[kind])
@@ -60,6 +65,7 @@ def _describe(config: dict[str, Any]) -> dict[str, Any]:
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "activation": "relu2",
         "gated": False,
+        "experts": _experts(config) if "moe" in pattern else None,
         "names": NAMES,
     }
 
@@ -70,6 +76,20 @@ def _pattern(config: dict[str, Any]) -> list[str]:
     if not given:
         raise InvalidRequest(field="layers_block_type", expected="one kind a layer", actual=given)
     return [_KINDS.get(str(each), str(each)) for each in given]
+
+
+def _experts(config: dict[str, Any]) -> ExpertSpec:
+    fields.refuse_others(config, {"moe_latent_size": (None,), "mlp_bias": (False, None)})
+    gate = GateSpec(
+        width=fields.integer(config, "moe_intermediate_size"),
+        shared=fields.integer(config, "moe_shared_expert_intermediate_size"),
+        groups=config.get("n_group", 1),
+        top_groups=config.get("topk_group", 1),
+        normed=bool(config.get("norm_topk_prob", True)),
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+    )
+    count = fields.integer(config, "n_routed_experts")
+    return ExpertSpec(count, fields.integer(config, "num_experts_per_tok"), gate=gate)
 
 
 def _mixer(config: dict[str, Any]) -> Mamba2Spec:

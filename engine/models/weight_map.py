@@ -172,19 +172,20 @@ def _routed_experts(table: _Table, spec: ModelSpec, layer: str) -> None:
         table.whole(f"{layer}.{names.expert_gate}.e_score_correction_bias", f"{param}.correction_X", count)
     if experts.gate.weighed:
         table.whole(f"{layer}.{names.shared_expert}_gate.weight", f"{param}.shared_gate_1D", 1, hidden)
-    gate_up, down = [], []
+    gate_up, down, inputs = [], [], ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
     for expert in range(count):
         name = f"{layer}.{names.experts}.{expert}"
-        for place, part in enumerate(("gate_proj", "up_proj")):
-            start, shape = width * (2 * expert + place), (width, hidden)
+        for place, part in enumerate(inputs):
+            start, shape = width * (len(inputs) * expert + place), (width, hidden)
             table.placements[f"{name}.{part}.weight"] = Placement(f"{param}.gate_up_RD", start, width, shape)
             gate_up.append(f"{name}.{part}.weight")
         place = Placement(f"{param}.down_RI", hidden * expert, hidden, (hidden, width))
         table.placements[f"{name}.down_proj.weight"] = place
         down.append(f"{name}.down_proj.weight")
     packed = f"{layer}.{names.experts}"
-    table.packed[f"{packed}.gate_up_proj"] = Packed((count, 2 * width, hidden), tuple(gate_up))
+    first = "gate_up_proj" if spec.gated else "up_proj"
+    table.packed[f"{packed}.{first}"] = Packed((count, len(inputs) * width, hidden), tuple(gate_up))
     table.packed[f"{packed}.down_proj"] = Packed((count, hidden, width), tuple(down))
     shared_name = f"{layer}.{names.shared_expert}"
-    table.fused(shared_name, {"gate_proj": shared, "up_proj": shared}, f"{param}.gate_up_proj", hidden, False)
+    table.fused(shared_name, dict.fromkeys(inputs, shared), f"{param}.gate_up_proj", hidden, False)
     table.whole(f"{shared_name}.down_proj.weight", f"{param}.down_proj.weight", hidden, shared, shard_dim=1)

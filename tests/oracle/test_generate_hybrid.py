@@ -20,7 +20,10 @@ from tests.unit.engine.schedules import fuzz
 SLIDING, FULL = "sliding_attention", "full_attention"
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
 NEMOTRON = {
-    "layers_block_type": ["linear_attention", FULL, "mlp"],
+    "layers_block_type": ["linear_attention", FULL, "moe", "mlp"],
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
     "num_hidden_layers": None,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,

@@ -36,6 +36,16 @@ NEMOTRON = {
     "n_groups": 2,
     "time_step_min": 0.2,
 }
+EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", FULL, "mlp"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
 GRANITE = {
     "layer_types": ["linear_attention", FULL, "linear_attention"],
     "mamba_expand": 1,
@@ -68,6 +78,7 @@ VARIANTS = {
     "falcon-h1": ("falcon_h1", MAMBA2 | FACTORS),
     "falcon-h1-normed": ("falcon_h1", MAMBA2 | {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mlp_bias": True}),
     "nemotron-h": ("nemotron_h", NEMOTRON),
+    "nemotron-h-experts": ("nemotron_h", NEMOTRON | EXPERTS),
     "bamba": ("bamba", MAMBA2 | {"mamba_expand": 1, "attn_layer_indices": [1]}),
     "granite": ("granitemoehybrid", MAMBA2 | GRANITE),
     "qwen3-next": ("qwen3_next", LINEAR | EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),

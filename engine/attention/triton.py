@@ -59,6 +59,8 @@ class PrefillPlan:
     page_size: int
     packed: torch.Tensor
     """What lengths, starts and tiles are views of."""
+    arrived_XK: torch.Tensor | None
+    """Zeros that count splits, where rows are cut."""
     at_end: bool = False
     """Every query of a row sees all of it."""
     window_tables_BP: torch.Tensor | None = None
@@ -194,7 +196,7 @@ class TritonAttention:
         packed = send(np.array([value for part in parts for value in part], dtype=np.int32), kv_pool.device)
         splits = self._prefill_splits(len(parts[2]), max(lengths), kv_pool)
         views = packed.split([len(part) for part in parts])
-        plan = _prefill_plan(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
+        plan = self._plan_of(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
         if batch.window is not None:
             plan.window_tables_BP = batch.window.page_tables_BP[first:]
         return plan
@@ -228,7 +230,7 @@ class TritonAttention:
         packed = torch.full((sum(sizes),), -1, dtype=torch.int32, device=kv_pool.device)
         packed[: sum(sizes[:2])] = 0
         tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=kv_pool.device)
-        plan = _prefill_plan(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
+        plan = self._plan_of(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
         if kv_pool.window_pages is not None:
             plan.window_tables_BP = torch.zeros_like(tables)
         return plan
@@ -270,9 +272,27 @@ class TritonAttention:
         longest = page_tables_BP.shape[1] * kv_pool.page_size
         splits = self._prefill_splits(rows * each, longest, kv_pool)
         views = (seq_lens_B, query_starts_B1, row_X, query_X)
-        plan = _prefill_plan(0, views, page_tables_BP, tiles, splits, kv_pool.page_size, row_X)
+        plan = self._plan_of(0, views, page_tables_BP, tiles, splits, kv_pool.page_size, row_X)
         plan.at_end = at_end
         return plan
+
+    def _plan_of(
+        self,
+        start: int,
+        views: tuple[torch.Tensor, ...],
+        page_tables_BP: torch.Tensor,
+        tiles: TileConfig,
+        splits: int,
+        page_size: int,
+        packed: torch.Tensor,
+    ) -> PrefillPlan:
+        lengths, starts, rows_X, queries_X = views
+        arrived_XK = None
+        if splits > 1:
+            arrived_XK = torch.zeros(len(rows_X), self._num_kv_heads, dtype=torch.int32, device=rows_X.device)
+        return PrefillPlan(
+            start, lengths, starts, page_tables_BP, rows_X, queries_X, tiles, splits, page_size, packed, arrived_XK
+        )
 
     def run_prefill(
         self,
@@ -285,7 +305,7 @@ class TritonAttention:
     ) -> None:
         """Write out_TNH of the plan's tokens; this step's keys and values are in `layer_kv` already."""
         partial = None
-        if plan.splits > 1:
+        if plan.arrived_XK is not None:
             tokens, heads, head_dim = q_TNH.shape
             partial = States.empty((plan.splits, tokens), heads, head_dim, q_TNH.device)
         windowed = plan.window_tables_BP is not None and self._spec.layers[layer].window is not None
@@ -303,6 +323,7 @@ class TritonAttention:
             sink_N,
             plan.splits,
             partial,
+            plan.arrived_XK,
             plan.at_end,
         )
 
@@ -396,16 +417,3 @@ def _prefill_parts(queries: list[int], lengths: list[int], per_tile: int) -> tup
     for count in queries:
         starts.append(starts[-1] + count)
     return (lengths, starts, *cut_tiles(queries, lengths, per_tile))
-
-
-def _prefill_plan(
-    start: int,
-    views: tuple[torch.Tensor, ...],
-    page_tables_BP: torch.Tensor,
-    tiles: TileConfig,
-    splits: int,
-    page_size: int,
-    packed: torch.Tensor,
-) -> PrefillPlan:
-    lengths, starts, rows_X, queries_X = views
-    return PrefillPlan(start, lengths, starts, page_tables_BP, rows_X, queries_X, tiles, splits, page_size, packed)

@@ -4,7 +4,8 @@ Owns the kernel for prompt chunks (cached context plus new tokens) and for verif
 queries. Ignores single-query rows, for which `decode_attention` is faster.
 
 A tile holds a few queries of one row with all heads of one key/value head; `tile_row_X` and
-`tile_query_X` say which. Keys may be cut into splits, whose states `merge_states` puts together.
+`tile_query_X` say which. Keys may be cut into splits, as many as a row's length is worth: the last of a tile's to
+arrive merges their states, in their order.
 
 Shapes: T query tokens of all rows back to back, B rows, X tiles, N query heads, H head size,
 M = queries of a tile times heads of a group, D = H padded to a power of two.
@@ -25,11 +26,15 @@ from engine.kernels.attention_tile import (
     attend_tokens,
     empty_state,
     mean_and_lse,
+    merge_all,
     store_state,
     tile_rows,
 )
 from engine.kernels.decode_attention import LayerShape, States, TileConfig
-from engine.kernels.merge_states import merge_states
+from engine.kernels.early import await_inputs, is_early, options, release_next
+
+MIN_SPLIT = 128
+"""Tokens that a split has at least: fewer are read sooner than another's state."""
 
 
 def prefill_reference(
@@ -66,6 +71,7 @@ def prefill_reference(
         "tile_row_ptr",
         "tile_query_ptr",
         "lse_ptr",
+        "arrived_ptr",
     ],
 )
 def _prefill_kernel(
@@ -80,6 +86,7 @@ def _prefill_kernel(
     tile_query_ptr,
     mean_ptr,
     lse_ptr,
+    arrived_ptr,
     q_stride,
     out_stride,
     table_stride,
@@ -94,10 +101,14 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     AT_END: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    await_inputs(EARLY)
+    release_next(EARLY)
     QUERIES: tl.constexpr = BLOCK_M // (HEADS // KV_HEADS)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -126,9 +137,14 @@ def _prefill_kernel(
         hi = seq_len
     if WINDOW > 0:
         lo = tl.maximum(first_position - WINDOW + 1, 0)
+    split, splits = tl.program_id(2), 1
     if SPLITS > 1:
         length = (hi - lo + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
-        lo += tl.program_id(2) * length
+        length = tl.maximum(length, MIN_SPLIT)
+        splits = tl.maximum((hi - lo + length - 1) // length, 1)
+        if split >= splits:
+            return
+        lo += split * length
         hi = tl.minimum(hi, lo + length)
     # Whole tiles that every query sees, then the diagonal.
     if WINDOW > 0:
@@ -181,16 +197,29 @@ def _prefill_kernel(
         True,
         False,
     )
-    if SPLITS > 1:
-        state_M = (tl.program_id(2).to(tl.int64) * num_tokens + token_M) * HEADS + head_M
-        store_state(mean_ptr, lse_ptr, state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM)
-    else:
-        if SINK:
-            sink_M = tl.load(sink_ptr + head_M).to(tl.float32)
-            acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
-        mean_MD, _lse_M = mean_and_lse(acc_MD, sum_M, top_M)
-        out_MD = mean_MD.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token_M[:, None] * out_stride + at_MD, out_MD, mask=mask_MD)
+    if SPLITS > 1:  # noqa: SIM102 (known when compiled; the next is not)
+        if splits > 1:
+            state_M = token_M * HEADS + head_M
+            states = num_tokens.to(tl.int64) * HEADS
+            store_state(
+                mean_ptr, lse_ptr, split * states + state_M, acc_MD, sum_M, top_M, mask_M, mask_MD, HEAD_DIM
+            )  # fmt: skip
+            tl.debug_barrier()  # every thread's state is stored before the program counts as arrived
+            place = arrived_ptr + tile * KV_HEADS + kv_head
+            if tl.atomic_add(place, 1, sem="acq_rel") != splits - 1:
+                return
+            tl.debug_barrier()
+            tl.store(place, 0)
+            acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
+            acc_MD, sum_M, top_M = merge_all(
+                acc_MD, sum_M, top_M, mean_ptr, lse_ptr, state_M, splits, states, mask_M, mask_MD, HEAD_DIM, BLOCK_D
+            )  # fmt: skip
+    if SINK:
+        sink_M = tl.load(sink_ptr + head_M).to(tl.float32)
+        acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
+    mean_MD, _lse_M = mean_and_lse(acc_MD, sum_M, top_M)
+    out_MD = mean_MD.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token_M[:, None] * out_stride + at_MD, out_MD, mask=mask_MD)
 
 
 def prefill_attention(
@@ -207,18 +236,21 @@ def prefill_attention(
     sink_N: torch.Tensor | None = None,
     splits: int = 1,
     partial: States | None = None,
+    arrived_XK: torch.Tensor | None = None,
     at_end: bool = False,
 ) -> None:
     """Write out_TNH for the tokens that tiles cover. With `at_end` every query of a row stands at its end
     and sees all of it, as a drafter's block does.
 
     Tile x holds queries [tile_query, tile_query + block_m // G) of its row, counted within the row;
-    tiles past a row's queries and tiles of row -1 are padding. `partial` holds [splits, T] states
-    where splits > 1, and every token must then be covered.
+    tiles past a row's queries and tiles of row -1 are padding. Where splits > 1, the most that a row is cut into,
+    `partial` holds [splits, T] states, and `arrived_XK` int32 zeros that are zeros again afterwards.
     """
     assert q_TNH.stride()[1:] == (shape.head_dim, 1) == out_TNH.stride()[1:], "heads of a token must be contiguous"
     assert layer_kv.is_contiguous() and page_tables_BP.stride(1) == 1
     assert config.block_m >= shape.group, f"a tile of {config.block_m} holds no query of {shape.group} heads"
+    assert splits == 1 or (partial is not None and arrived_XK is not None), "splits need room for their states"
+    early = is_early(q_TNH)
     _prefill_kernel[(shape.num_kv_heads, tile_row_X.shape[0], splits)](
         q_TNH,
         layer_kv,
@@ -231,6 +263,7 @@ def prefill_attention(
         tile_query_X,
         partial.mean_INH if partial is not None else out_TNH,
         partial.lse_IN if partial is not None else out_TNH,
+        arrived_XK if arrived_XK is not None else tile_row_X,
         q_TNH.stride(0),
         out_TNH.stride(0),
         page_tables_BP.stride(0),
@@ -238,14 +271,14 @@ def prefill_attention(
         **shape.constants,
         SINK=sink_N is not None,
         SPLITS=splits,
+        MIN_SPLIT=-(-MIN_SPLIT // config.block_n) * config.block_n,
         AT_END=at_end,
+        EARLY=early,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         **config.options,
+        **options(early),
     )
-    if splits > 1:
-        assert partial is not None
-        merge_states(partial, splits, out_TNH, sink_N)
 
 
 def cut_tiles(query_lens: list[int], seq_lens: list[int], queries: int) -> tuple[list[int], list[int]]:

@@ -209,7 +209,7 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
 
 
 def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
-    """Prompts; rows of a few queries with split keys, and their merge, for the newest."""
+    """Prompts; rows of a few queries with split keys for the newest; the merge of states by itself."""
     shape = shape or LAYERS[capability]
     q, kv, tables, sink = _rows(shape, dtype)
     splits, longest = (4, 4) if capability == 100 else (1, 4096)
@@ -219,8 +219,7 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
     rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
     arrived = torch.zeros(4, shape.num_kv_heads, dtype=torch.int32)
     prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial, arrived)
-    if splits == 1:
-        merge_states(partial, 1, torch.zeros_like(q), sink)
+    merge_states(partial, splits, torch.zeros_like(q), sink)
 
 
 def sampling(capability: int, edits: bool | None = None, vocab: int = 900, tile: int = 512) -> None:
@@ -272,7 +271,8 @@ def adapters(capability: int) -> None:
 
 
 def adapted_layers(capability: int) -> None:
-    """What lies between the products of a layer: the widest ranks and biases for the oldest."""
+    """What lies between the products of a layer: the widest ranks and biases for the oldest, small tiles for the
+    newest."""
     sites = (
         Site(512, (Part("q", 512), Part("k", 128), Part("v", 128))),
         Site(512, (Part("o", 512),)),
@@ -281,7 +281,7 @@ def adapted_layers(capability: int) -> None:
     )
     pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
     most, newest = capability == 80, capability == 100
-    variant = Variant(64 if most else 16, most, most, False, False, 16, 64)
+    variant = Variant(64 if most else 16, most, most, False, False, 4 if newest else 16, 64)
     step = KernelStep(pool, np.zeros(80, dtype=np.int64), variant=variant)
     x, shape = torch.zeros(80, 512, dtype=BF16), QKVShape(4, 1, 128)
     before = None if most else Adapted(1, step.work(1, 2, 1))

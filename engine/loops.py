@@ -72,7 +72,38 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
         parts.memory.graphs.append(stepper)
         capture_chunks(parts)
         return stepper
-    return EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
+    eager = EagerStepper(table, builder, parts.runner, parts.sampler, parts.speculation)
+    return layerwise_stepper(parts, table, eager) or eager
+
+
+def layerwise_stepper(parts: Parts, table: DeviceTable, eager: EagerStepper) -> Stepper | None:
+    """Captured steps of a model's own layers, where nothing in them waits for the host."""
+    if parts.runner.backend.name not in ("triton", "flashinfer"):
+        return None
+    from engine.attention.triton import TritonAttention
+    from engine.models.layerwise import LayerwiseForward
+    from engine.runner.graph_stepper import GraphStepper
+    from engine.runner.state_tracks import StateTracks, WithoutAdapters
+
+    model, pool, backend, states = parts.model, parts.pages.pool, parts.runner.backend, parts.runner.states
+    if not isinstance(backend, TritonAttention) or not LayerwiseForward.serves(model, pool):
+        return None
+    tracks = None if states is None else StateTracks(states, parts.pages.table)
+    stepper = GraphStepper(
+        model.spec.attending,
+        table,
+        parts.pages.table,
+        LayerwiseForward(model, pool, states),
+        backend,
+        pool,
+        number(parts.config.scheduler.max_running),
+        parts.counters,
+        parts.config.deterministic,
+        parts.speculation,
+        states=tracks,
+    )
+    parts.memory.graphs.append(stepper)
+    return WithoutAdapters(stepper, eager, tracks)
 
 
 def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> DeviceRounds | None:

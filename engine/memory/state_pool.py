@@ -17,6 +17,8 @@ import torch
 from engine.memory.replay_ring import ReplayRings
 from engine.models.mixers import StateLayout
 
+UNKNOWN = -1
+
 
 class StatePool:
     """A slot with a `partner` (`pair`) is a running row's: whenever it stands on the grid, `track` copies it
@@ -37,6 +39,8 @@ class StatePool:
         self.rings: ReplayRings | None = None
         """Set where drafts are verified."""
         self._partner: dict[int, int] = {}
+        self._pairing: dict[int, int] = {}
+        self._pairings = 0
         self._tracked: dict[int, int] = {}
 
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
@@ -55,19 +59,29 @@ class StatePool:
     def pair(self, slot: int, partner: int) -> None:
         """From now on `partner` receives the states of `slot` on the grid."""
         self._partner[slot] = partner
-        self._tracked[slot] = -1
+        self._tracked[slot] = UNKNOWN
+        self._pairings += 1
+        self._pairing[slot] = self._pairings
 
     def unpair(self, slot: int) -> int:
         """The partner, which receives nothing more."""
-        del self._tracked[slot]
+        del self._tracked[slot], self._pairing[slot]
         return self._partner.pop(slot)
 
     def partner(self, slot: int) -> int:
         return self._partner[slot]
 
     def tracked(self, slot: int) -> int:
-        """After how many tokens the state in the partner is; -1 for none yet."""
+        """After how many tokens the state in the partner is; UNKNOWN for none yet."""
         return self._tracked[slot]
+
+    def pairing(self, slot: int) -> int:
+        """What tells this pairing of the slot from any other; 0 where it has no partner."""
+        return self._pairing.get(slot, 0)
+
+    def note(self, slot: int, length: int) -> None:
+        """The state in the partner is that after `length` tokens, or UNKNOWN."""
+        self._tracked[slot] = length
 
     def track(self, slots: list[int], lengths: list[int]) -> None:
         """The states in `slots` are now those after `lengths` tokens."""

@@ -297,13 +297,24 @@ class DenseDecoderLM(nn.Module):
         those of recurrent layers are.
         """
         backend.plan(batch, kv_pool)
-        adapters = batch.adapters
-        x_TD = self.model.embed_tokens(batch.input_ids_T)
+        return self.hidden(batch.input_ids_T, batch.positions_T, backend, capture, states, batch.adapters)
+
+    def hidden(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        backend: AttentionBackend,
+        capture: dict[int, torch.Tensor] | None = None,
+        states: StateStep | None = None,
+        adapters: AdapterStep | None = None,
+    ) -> torch.Tensor:
+        """As `forward`, where attention has been planned."""
+        x_TD = self.model.embed_tokens(ids_T)
         if adapters is not None:
-            adapters.add_embedding_(0, batch.input_ids_T, x_TD)
+            adapters.add_embedding_(0, ids_T, x_TD)
         if self._embed_scale is not None:
             x_TD *= self._embed_scale
-        angles = [rotary.at(batch.positions_T) for rotary in self._rotaries]
+        angles = [rotary.at(positions_T) for rotary in self._rotaries]
         for index, (layer, rope) in enumerate(zip(self.model.layers, self._rope_of, strict=True)):
             x_TD = layer(x_TD, self._rotaries[rope], *angles[rope], backend, adapters, states)
             if capture is not None and index in capture:

@@ -35,9 +35,11 @@ from engine.memory.request_table import RequestTable
 from engine.memory.transfer import staged
 from engine.metrics import EngineCounters
 from engine.models.fused import FusedForward
+from engine.models.layerwise import LayerwiseForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
 from engine.runner.graph_pool import GraphPool
+from engine.runner.state_tracks import StateRows, StateTracks, TrackedResult
 from engine.runner.step_plan import StepPlan
 from engine.runner.stepper import BurstResult, HostCopy, StepModes
 from engine.scheduler.batching import shared_prefixes
@@ -65,6 +67,7 @@ class Captured:
     slots_B: torch.Tensor
     metadata: DecodeMetadata
     adapters: KernelStep | None
+    states: StateRows | None
     scratch: tuple[torch.Tensor, ...]
 
 
@@ -76,7 +79,7 @@ class GraphStepper:
         spec: ModelSpec,
         table: DeviceTable,
         requests: RequestTable,
-        forward: FusedForward,
+        forward: FusedForward | LayerwiseForward,
         backend: TritonAttention,
         kv_pool: KVPool,
         max_rows: int,
@@ -84,8 +87,10 @@ class GraphStepper:
         deterministic: bool = False,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        states: StateTracks | None = None,
     ) -> None:
         self._adapters = adapters
+        self._states = states
         self._deterministic = deterministic
         self._speculation = speculation
         self._table = table
@@ -115,7 +120,10 @@ class GraphStepper:
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
         plan = self.plan(samples, slots, steps)
-        return HostCopy(self._table, self.launch(plan), samples, plan.modes)
+        if self._states is None:
+            return HostCopy(self._table, self.launch(plan), samples, plan.modes)
+        landing = self._states.launched(samples, slots)
+        return TrackedResult(HostCopy(self._table, self.launch(plan), samples, plan.modes), landing)
 
     def plan(self, samples: list[Sample], slots: list[int], steps: int) -> StepPlan:
         longest = max(int(self._requests.num_pages_S[slot]) for slot in slots)
@@ -125,7 +133,8 @@ class GraphStepper:
         modes, windows = StepModes.of(samples), self._requests.windows
         window_tables_BP = None if windows is None else windows.pages_SP[slots, :longest]
         adapters = adapters if any(adapters) else []
-        return StepPlan(slots, steps, modes, page_tables_BP, prefixes, adapters, window_tables_BP)
+        states = ([], []) if self._states is None else self._states.slots(slots)
+        return StepPlan(slots, steps, modes, page_tables_BP, prefixes, adapters, window_tables_BP, states)
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
         """Enqueue the plan's steps; the slots on the device, one for each row."""
@@ -144,6 +153,8 @@ class GraphStepper:
             windows.page_tables_BP[:rows, :columns].copy_(staged(plan.window_tables_BP, device), non_blocking=True)
         if captured.metadata.prefix is not None:
             captured.metadata.set_prefixes(plan.prefixes)
+        if captured.states is not None:
+            captured.states.fill(*plan.states)
         for _ in range(plan.steps):
             captured.replay()
         self._counters.graph_rows += rows * plan.steps
@@ -218,8 +229,10 @@ class GraphStepper:
         window_slots_B = None if window is None else window[1]
         layers = () if self._speculation is None else self._speculation.captured_layers
 
-        def attend(q_BNH: torch.Tensor, layer: int) -> torch.Tensor:
-            self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer)
+        state_rows = None if self._states is None else self._states.rows(tier)
+
+        def attend(q_BNH: torch.Tensor, layer: int, sink_N: torch.Tensor | None = None) -> torch.Tensor:
+            self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer, sink_N)
             return out_BNH
 
         def step() -> None:
@@ -238,7 +251,12 @@ class GraphStepper:
             states = dict.fromkeys(layers, ids_B)
             write_slots_B = metadata.write_slots_B
             inputs = ids_B, positions_B, write_slots_B
+            if state_rows is not None and isinstance(self._forward, LayerwiseForward):
+                state_rows.select(metadata.seq_lens_B)
+                self._forward.live_B = state_rows.live_B
             hidden_BD = self._forward.hidden(*inputs, attend, states or None, adapters, window_slots_B)
+            if state_rows is not None:
+                state_rows.keep(metadata.seq_lens_B)
             if self._speculation is not None and layers:
                 self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
             logits_BV = self._forward.logits(hidden_BD, adapters=adapters)
@@ -250,6 +268,6 @@ class GraphStepper:
         replay = self._graphs.record(step, "decode steps")
         self._counters.graph_captures += 1
         scratch = (ids_B, positions_B, out_BNH)
-        captured = Captured(replay or step, replay is not None, slots_B, metadata, adapters, scratch)
+        captured = Captured(replay or step, replay is not None, slots_B, metadata, adapters, state_rows, scratch)
         self._captured[tier, shared, modes, None if adapters is None else adapters.variant] = captured
         return captured

@@ -24,7 +24,7 @@ class StepPlan:
     """`steps` steps of the rows in `slots`, in that order. `page_tables_BP` int32 has every page that
     they may touch, `window_tables_BP` those of windowed layers where they are others; `prefixes` are rows of it
     that share their first pages. `adapters` are the rows' slots in the adapters' pool, none where nobody has
-    one."""
+    one; `states` the live slots of their recurrent states and the slots where those on the grid are kept."""
 
     slots: list[int]
     steps: int
@@ -33,11 +33,12 @@ class StepPlan:
     prefixes: list[SharedPrefix]
     adapters: list[int] = field(default_factory=list)
     window_tables_BP: np.ndarray | None = None
+    states: tuple[list[int], list[int]] = ([], [])
 
     def encode(self) -> bytes:
         windows = b"" if self.window_tables_BP is None else _bytes(self.window_tables_BP)
         pages = _bytes(self.page_tables_BP)
-        wire = _Wire(self.slots, self.steps, self.modes, pages, self.prefixes, self.adapters, windows)
+        wire = _Wire(self.slots, self.steps, self.modes, pages, self.prefixes, self.adapters, windows, self.states)
         return msgspec.msgpack.encode(wire)
 
     @staticmethod
@@ -51,16 +52,20 @@ class StepPlan:
         pages, windows = (np.frombuffer(part[: len(part) // 4 * 4], "<i4") for part in (wire.pages, wire.windows))
         fits = rows > 0 and len(wire.pages) % (4 * rows) == 0 and len(pages) > 0 and wire.steps > 0
         fits = fits and len(wire.windows) in (0, len(wire.pages))
+        fits = fits and all(len(part) in (0, rows) and min(part, default=1) > 0 for part in wire.states)
+        fits = fits and len(wire.states[0]) == len(wire.states[1])
         adapted = not wire.adapters or (len(wire.adapters) == rows and min(wire.adapters) >= 0)
         if not fits or not adapted or not all(0 <= p.start < p.end <= rows for p in wire.prefixes):
             raise InvalidRequest(
                 field="step plan",
-                expected="steps, rows, as many rows of pages and adapters, prefixes of those",
+                expected="steps, rows, as many rows of pages, adapters and states, prefixes of those",
                 actual=f"{wire.steps} steps of {rows} rows, {len(wire.pages)} bytes of pages, {len(wire.windows)} of "
-                f"window pages, {wire.prefixes}, adapters {wire.adapters}",
+                f"window pages, {wire.prefixes}, adapters {wire.adapters}, states {wire.states}",
             )
         tables_BP, windows_BP = pages.reshape(rows, -1), windows.reshape(rows, -1) if len(windows) else None
-        return StepPlan(wire.slots, wire.steps, wire.modes, tables_BP, wire.prefixes, wire.adapters, windows_BP)
+        return StepPlan(
+            wire.slots, wire.steps, wire.modes, tables_BP, wire.prefixes, wire.adapters, windows_BP, wire.states
+        )
 
 
 def _bytes(tables_BP: np.ndarray) -> bytes:
@@ -75,3 +80,4 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     prefixes: list[SharedPrefix]
     adapters: list[int]
     windows: bytes
+    states: tuple[list[int], list[int]]

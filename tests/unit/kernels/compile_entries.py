@@ -55,6 +55,7 @@ from engine.kernels.sample_columns import EditColumns, SampleColumns, SampleOut,
 from engine.kernels.sample_epilogue import sample_rows
 from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
+from engine.kernels.state_copy import StateAddresses, copy_on_grid
 from engine.kernels.swiglu import silu_and_mul
 from engine.layers.gated_delta_reference import GatedDeltaHeads, GatedDeltaShape, HeadColumns
 from engine.layers.mamba2_reference import GroupNorm, Mamba2Heads, Mamba2Shape
@@ -333,6 +334,7 @@ def gated_delta(capability: int) -> None:
     chosen = ExpertRows(torch.zeros(capability, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 2)
     inner = expert_gate_up(inputs[:, :64].contiguous(), torch.zeros(128, 64, dtype=BF16), chosen)
     expert_down(inner, torch.zeros(128, 32, dtype=BF16), chosen)
+    copy_on_grid(StateAddresses([state]), token, token, token, 64)
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 
 

@@ -180,7 +180,7 @@ def measured(name: str, spec: ModelSpec, device: torch.device) -> list[Row]:
             out.append(Row(case, "rings held", held / MIB, "MiB", f"{wanted / MIB:.3f}", held == wanted))
     if device.type == "cuda":
         draws = np.random.default_rng(0)
-        sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
+        sampling = SamplingParams(max_new=64, ignore_eos=True)
         prompts = [draws.integers(0, spec.vocab_size, 700).astype(np.uint32) for _ in range(rows)]
         engine.generate(
             [GroupRequest(group_id=str(i), prompt_ids=ids, sampling=sampling) for i, ids in enumerate(prompts)]

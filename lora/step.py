@@ -6,11 +6,13 @@ which is the reference and the CPU's path. Ignores how a model is put together.
 Inputs are taken in the factors' dtype, and what is added is scaled in fp32. Each row meets its own adapter's
 factors alone.
 
-Shapes: T rows of the step, K inputs, N outputs of a site's parts side by side, R padded rank, D hidden.
+Shapes: T rows of the step, S of them with one adapter, K inputs, N outputs of a site's parts side by side, R
+padded rank, D hidden, G groups of O outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -63,6 +65,39 @@ class LoopStep:
                         y_TN[:, first : first + b_NR.shape[0]], rows_S, F.linear(x_SK, a_RK), b_NR, layout, part
                     )
                 first += b_NR.shape[0]
+
+    def add_absorbed_(self, site: int, x_TGO: torch.Tensor, y_TGK: torch.Tensor, part: slice) -> None:
+        """Add to what was multiplied by a product's weight from the other side, group by group of its outputs:
+        y[t, g] += x[t, g] times the rows `part` of group g."""
+        for rows_S, a_RK, b_GOR, scale, _ in self._groups(site, x_TGO.shape[1]):
+            h_GSR = self._rows_first(x_TGO, rows_S) @ b_GOR[:, part]
+            self._add_groups(y_TGK, rows_S, h_GSR @ a_RK, scale)
+
+    def add_groups_(self, site: int, x_TGK: torch.Tensor, y_TGO: torch.Tensor, part: slice) -> None:
+        """Add to a product that takes each group of outputs from an input of its own: the rows `part` of group g
+        meet x[t, g]."""
+        for rows_S, a_RK, b_GOR, scale, one in self._groups(site, x_TGK.shape[1]):
+            h_GSR = self._rows_first(x_TGK, rows_S) @ a_RK.t()
+            if one >= 0:
+                h_GSR[..., one] = 1.0
+            self._add_groups(y_TGO, rows_S, h_GSR @ b_GOR[:, part].transpose(1, 2), scale)
+
+    def _groups(self, site: int, groups: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, int]]:
+        """Per adapter: rows, first factor, second by groups of outputs, scale, and which column of ones it has."""
+        for run, layout in self._adapted(site):
+            (a_RK,), (b_NR,) = self._pool.factors(run.slot, site)
+            b_GOR = b_NR.unflatten(0, (groups, -1))
+            yield self._rows_A[run.start : run.end], a_RK, b_GOR, layout.scales[0], layout.ones[0]
+
+    def _rows_first(self, x_TGK: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
+        """x_GSK, in the factors' dtype."""
+        x_SGK = x_TGK.index_select(0, rows_S).to(self._pool.dtype)
+        return self._even(x_SGK.flatten(1)).view(-1, *x_TGK.shape[1:]).transpose(0, 1)
+
+    @staticmethod
+    def _add_groups(y_TGN: torch.Tensor, rows_S: torch.Tensor, delta_GSN: torch.Tensor, scale: float) -> None:
+        delta_SGN = delta_GSN.transpose(0, 1)[: len(rows_S)].float() * scale
+        y_TGN[rows_S] = (y_TGN[rows_S].float() + delta_SGN).to(y_TGN.dtype)
 
     def add_embedding_(self, site: int, ids_T: torch.Tensor, y_TD: torch.Tensor) -> None:
         for run, layout in self._adapted(site):

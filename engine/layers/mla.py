@@ -11,6 +11,8 @@ token's row, V a head's values, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,13 +24,17 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, by_halves
 from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
-from lora.step import AdapterStep
+from lora.step import AdapterStep, LoopStep
 
 NORM_EPS = 1e-6
 """Of the norms inside, whatever the model's others have."""
 
 
 class LatentAttention(nn.Module):
+    """`site` is that of the product which expands latents: it is computed from both sides, never as a product."""
+
+    site = -1
+
     def __init__(
         self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
     ) -> None:
@@ -86,9 +92,24 @@ class LatentAttention(nn.Module):
         q_TNC[:, :, : latent.rank] = torch.bmm(plain_TNP.transpose(0, 1), keys_NPL).transpose(0, 1)
         q_TNC[:, :, latent.rank :] = turned_TNR[:, :-1]
         if self.indexer is not None:
-            self.indexer(x_TD, query_TO, rotary, cos_T1R, sin_T1R, backend)
+            self.indexer(x_TD, query_TO, rotary, cos_T1R, sin_T1R, backend, adapters)
+        loop = None if adapters is None else _loop(adapters)
+        if loop is not None:
+            loop.add_absorbed_(self.site, plain_TNP, q_TNC[:, :, : latent.rank], slice(0, latent.nope_dim))
         out_TNL = backend.run(q_TNC, row_T1C, row_T1C[..., : latent.rank], self.layer)
-        out_NTV = torch.bmm(out_TNL.transpose(0, 1), values_NVL.transpose(1, 2))
-        return self.o_proj(out_NTV.transpose(0, 1).reshape(tokens, -1), adapters)
+        out_TNV = torch.bmm(out_TNL.transpose(0, 1), values_NVL.transpose(1, 2)).transpose(0, 1).contiguous()
+        if loop is not None:
+            loop.add_groups_(self.site, out_TNL, out_TNV, slice(latent.nope_dim, None))
+        return self.o_proj(out_TNV.view(tokens, -1), adapters)
 
     __call__ = forward  # no hooks, as elsewhere in a layer
+
+    def products(self) -> list[Any]:
+        """In the order of their sites."""
+        found: list[Any] = [self.in_proj, *([] if self.q_proj is None else [self.q_proj]), self, self.o_proj]
+        return found if self.indexer is None else found + self.indexer.products()
+
+
+def _loop(adapters: AdapterStep) -> LoopStep:
+    assert isinstance(adapters, LoopStep), "latent models run layer by layer, and their adapters too"
+    return adapters

@@ -20,6 +20,7 @@ from engine.layers.linear import ColumnParallelLinear
 from engine.layers.rotary import Rotary, by_halves
 from engine.models.shape import ModelSpec
 from engine.parallel import TensorParallel
+from lora.step import AdapterStep
 
 NORM_EPS = 1e-6
 
@@ -47,7 +48,7 @@ class Indexer(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
         self.norm_E, self.norm_bias_E = empty(size), empty(size)
-        self.weigh_ID = empty(heads, spec.hidden, dtype=torch.float32)
+        self.weigh_proj = ColumnParallelLinear(spec.hidden, (heads,), False, torch.float32, device, parallel)
         self.scale = heads**-0.5 * size**-0.5
 
     def forward(
@@ -58,18 +59,23 @@ class Indexer(nn.Module):
         cos_T1R: torch.Tensor,
         sin_T1R: torch.Tensor,
         backend: AttentionBackend,
+        adapters: AdapterStep | None = None,
     ) -> None:
         heads, size, rope = self.index.heads, self.index.head_dim, self.rope_dim
-        key_TE = F.layer_norm(self.k_proj(x_TD), (size,), self.norm_E, self.norm_bias_E, NORM_EPS)
-        both_TIE = torch.cat((self.q_proj(query_TQ).view(-1, heads, size), key_TE.unsqueeze(1)), dim=1)
+        key_TE = F.layer_norm(self.k_proj(x_TD, adapters), (size,), self.norm_E, self.norm_bias_E, NORM_EPS)
+        both_TIE = torch.cat((self.q_proj(query_TQ, adapters).view(-1, heads, size), key_TE.unsqueeze(1)), dim=1)
         turned_TIR = both_TIE[..., :rope]
         if self.index.interleaved:
             turned_TIR = by_halves(turned_TIR)
         rotary.rotate_(turned_TIR, cos_T1R, sin_T1R)
         both_TIE[..., :rope] = turned_TIR
-        weights_TI = F.linear(x_TD.float(), self.weigh_ID) * self.scale
+        weights_TI = self.weigh_proj(x_TD.float(), adapters) * self.scale
         assert hasattr(backend, "choose"), f"{backend.name} attention chooses no tokens"
         chooser: ChoosingBackend = backend  # type: ignore[assignment]
         chooser.choose(both_TIE[:, :heads], weights_TI, both_TIE[:, heads], self.layer)
 
     __call__ = forward
+
+    def products(self) -> list[ColumnParallelLinear]:
+        """In the order of their sites."""
+        return [self.q_proj, self.k_proj, self.weigh_proj]

@@ -41,7 +41,7 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
                 Site(width, (Part(f"{prefix}.{out}", spec.hidden),), split=Split.INPUTS),
             ]
         if spec.latent is not None and spec.layers[index].attends:
-            sites += _latent_sites(spec, layer)
+            sites += _latent_sites(spec, layer, spec.layers[index].index == "own")
         elif spec.layers[index].attends:
             sites += [
                 Site(spec.hidden, qkv, split=Split.OUTPUTS),
@@ -65,17 +65,26 @@ def dense_geometry(spec: ModelSpec, parallel: TensorParallel) -> Geometry:
     return Geometry(tuple(sites), parallel.rank, parallel.size)
 
 
-def _latent_sites(spec: ModelSpec, layer: str) -> list[Site]:
-    """Inputs, queries where they have a rank of their own, output. What expands latents is absorbed into queries
-    and outputs: it is no product of its own that could be added to."""
-    latent, name = spec.latent, f"{layer}.self_attn"
+def _latent_sites(spec: ModelSpec, layer: str, own_index: bool) -> list[Site]:
+    """Inputs, queries where they have a rank of their own, what expands latents, output; then an indexer's."""
+    latent, name, heads = spec.latent, f"{layer}.self_attn", spec.num_heads
     assert latent is not None, "the spec has latents"
-    queries = spec.num_heads * (latent.nope_dim + latent.rope_dim)
-    first = Part(f"{name}.q_proj", queries)
-    sites = []
+    queries = heads * (latent.nope_dim + latent.rope_dim)
+    query = "q_proj" if latent.query_rank is None else "q_a_proj"
+    first = Part(f"{name}.{query}", latent.query_rank or queries), Part(f"{name}.kv_a_proj_with_mqa", latent.row)
+    sites = [Site(spec.hidden, first)]
     if latent.query_rank is not None:
-        first = Part(f"{name}.q_a_proj", latent.query_rank)
-        sites.append(Site(latent.query_rank, (Part(f"{name}.q_b_proj", queries),), split=Split.OUTPUTS))
-    inputs = Site(spec.hidden, (first, Part(f"{name}.kv_a_proj_with_mqa", latent.row)))
-    out = Site(spec.num_heads * latent.value_dim, (Part(f"{name}.o_proj", spec.hidden),), split=Split.INPUTS)
-    return [inputs, *sites, out]
+        sites.append(Site(latent.query_rank, (Part(f"{name}.q_b_proj", queries),)))
+    expanded = Part(f"{name}.kv_b_proj", heads * (latent.nope_dim + latent.value_dim))
+    sites += [
+        Site(latent.rank, (expanded,)),
+        Site(heads * latent.value_dim, (Part(f"{name}.o_proj", spec.hidden),)),
+    ]
+    if own_index and latent.index is not None and latent.query_rank is not None:
+        index, name = latent.index, f"{name}.indexer"
+        sites += [
+            Site(latent.query_rank, (Part(f"{name}.wq_b", index.heads * index.head_dim),)),
+            Site(spec.hidden, (Part(f"{name}.wk", index.head_dim),)),
+            Site(spec.hidden, (Part(f"{name}.weights_proj", index.heads),)),
+        ]
+    return sites

@@ -348,8 +348,7 @@ class DenseDecoderLM(nn.Module):
             mixer, mlp = layer.mixer, layer.mlp
             products = [] if mixer is None else [mixer.in_proj, mixer.out_proj]
             if isinstance(layer.self_attn, LatentAttention):
-                attn = layer.self_attn
-                products += [attn.in_proj, *([attn.q_proj] if attn.q_proj else []), attn.o_proj]
+                products += layer.self_attn.products()
             elif layer.self_attn is not None:
                 products += [layer.self_attn.qkv_proj, layer.self_attn.o_proj]
             if isinstance(mlp, (GatedMLP, RoutedExperts)):

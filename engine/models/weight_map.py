@@ -126,7 +126,7 @@ def _latent_attention(table: _Table, spec: ModelSpec, kind: LayerSpec, layer: st
         table.fused(name, {"wk": index.head_dim}, f"{param}.k_proj", spec.hidden, False)
         table.whole(f"{name}.k_norm.weight", f"{param}.norm_E", index.head_dim)
         table.whole(f"{name}.k_norm.bias", f"{param}.norm_bias_E", index.head_dim)
-        table.whole(f"{name}.weights_proj.weight", f"{param}.weigh_ID", index.heads, spec.hidden)
+        table.fused(name, {"weights_proj": index.heads}, f"{param}.weigh_proj", spec.hidden, False)
 
 
 def _mixer(table: _Table, mixer: MixerSpec, hidden: int, layer: str) -> None:

@@ -16,6 +16,7 @@ from lora.factors import check_weights
 from lora.folder import read_folder
 from lora.packing import pack
 from lora.step import LoopStep
+from tests.oracle.latent_models import shape
 from tests.oracle.model_oracle import Harness, engine_copy, random_ids, reference_logits, tiny_reference
 from tests.oracle.test_models_hybrid import FACTORS, GRANITE, MAMBA2, NEMOTRON
 
@@ -57,17 +58,20 @@ ENDS = ("all-linear", "embedding", "head", "embedding and head", "bias at a full
 """What a tied embedding may change."""
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj"]
 SECOND = {
     "qwen3": ("qwen3", {}, {"target_modules": "all-linear"}),
     "qwen3 ends": ("qwen3", {}, {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True}),
     "gemma3": ("gemma3_text", WINDOWS, {"target_modules": ["embed_tokens", *ALL]}),
     "lfm2": ("lfm2", CONVOLUTIONS, {"target_modules": "all-linear"}),
+    "deepseek": (*shape("v3-plain-queries"), {"target_modules": ["q_proj", "kv_b_proj"], "lora_bias": True}),
+    "glm": (*shape("glm-16"), {"target_modules": LATENT}),
     "gpt-oss": ("gpt_oss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"target_modules": ALL[:4]}),
     "falcon-h1": ("falcon_h1", MAMBA2 | FACTORS, {"target_modules": ["embed_tokens", "lm_head", "in_proj", *ALL]}),
     "nemotron-h": ("nemotron_h", NEMOTRON, {"target_modules": ["embeddings", "in_proj", *ALL[:4], *ALL[5:]]}),
     "granite": ("granitemoehybrid", MAMBA2 | GRANITE, {"target_modules": ["out_proj", "input_linear", "q_proj"]}),
 }
-QUICK = ("qwen3", "qwen3 ends", "gemma3", "lfm2", "gpt-oss")
+QUICK = ("qwen3", "qwen3 ends", "gemma3", "lfm2", "glm", "gpt-oss")
 
 
 def adapt(reference, options, seed: int = 1):

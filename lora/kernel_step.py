@@ -18,11 +18,11 @@ import torch
 from lora.device_pool import BASE, DevicePool
 from lora.geometry import Kind
 from lora.kernels.expand import lora_expand
-from lora.kernels.shrink import MIN_RANK, lora_shrink, num_splits
+from lora.kernels.shrink import MIN_RANK, ShrinkConfig, lora_shrink, num_splits
 from lora.segments import Segments, Tiles, count_tiles, tile_tier
 
-SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 16, 64, 512
-"""Rows of a tile, and the rows of a step above which tiles are large."""
+FEW_BLOCK, SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 4, 16, 64, 512
+"""Rows of a tile where slots have few each, where they have more, and in steps of more rows than the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Variant:
 
     @staticmethod
     def of(pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False) -> Variant:
-        """With `fixed_tiles`, tiles are small however many rows there are: a row's bits do not depend on its
+        """With `fixed_tiles`, tiles are the same however many rows there are: a row's bits do not depend on its
         batch."""
         traits = [pool.traits(slot) for slot in np.unique(slots_T).tolist() if slot != BASE]
         rank = max((trait.rank for trait in traits), default=0)
-        block = LARGE_BLOCK if len(slots_T) > MANY_ROWS and not fixed_tiles else SMALL_BLOCK
+        block = SMALL_BLOCK if fixed_tiles else _block(slots_T)
         return Variant(
             max(MIN_RANK, rank),
             rank < MIN_RANK or any(trait.least != rank for trait in traits),
@@ -55,6 +55,14 @@ class Variant:
             block,
             tile_tier(len(slots_T), count_tiles(slots_T, block), block),
         )
+
+
+def _block(slots_T: np.ndarray) -> int:
+    """Tiles of few rows waste less where slots have few, but where that makes more tiles, factors are read more
+    often."""
+    if len(slots_T) > MANY_ROWS:
+        return LARGE_BLOCK
+    return FEW_BLOCK if count_tiles(slots_T, FEW_BLOCK) <= count_tiles(slots_T, SMALL_BLOCK) else SMALL_BLOCK
 
 
 class KernelStep:
@@ -105,14 +113,16 @@ class KernelStep:
     def rows(self, rows_R: np.ndarray) -> KernelStep:
         return KernelStep(self.pool, self.slots_T[rows_R], self._fixed)
 
-    def shrunk(self, site: int, x_TK: torch.Tensor, splits: int | None = None) -> torch.Tensor:
+    def shrunk(
+        self, site: int, x_TK: torch.Tensor, splits: int | None = None, warps: int = ShrinkConfig.warps
+    ) -> torch.Tensor:
         """The first product [P, G, T, R], good until the next of its size. `splits` of the inputs, if not as
         many as follow from their number."""
         geometry = self.pool.geometry
         gathered = geometry.sites[site].kind is Kind.EMBEDDING
         splits = 1 if gathered else splits or num_splits(geometry.inputs(site))
         h_PGTR = self.work(site % 2, splits, len(geometry.widths(site)))
-        lora_shrink(self.pool, site, x_TK, self.tiles, h_PGTR, self.variant.mixed)
+        lora_shrink(self.pool, site, x_TK, self.tiles, h_PGTR, self.variant.mixed, ShrinkConfig(warps=warps))
         return h_PGTR
 
     def work(self, place: int, splits: int, parts: int) -> torch.Tensor:

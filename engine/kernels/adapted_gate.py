@@ -18,7 +18,8 @@ import triton.language as tl
 
 from engine.kernels.adapted_sum import Adapted
 from engine.kernels.adapted_tile import (
-    MAX_PLANES,
+    choice,
+    columns,
     factor_columns,
     factor_rows,
     norm_factor,
@@ -32,9 +33,6 @@ from engine.kernels.swiglu import silu, silu_and_mul_reference
 from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand_reference
 from lora.kernels.shrink import lora_shrink_reference
-
-PROGRAMS = 192
-"""That a launch should have, for the rows of few tiles."""
 
 
 def adapted_gate_reference(
@@ -64,7 +62,7 @@ def adapted_gate_reference(
 def adapted_gate_kernel(
     gate_up_ptr, squares_ptr, h_ptr, out_ptr, next_h_ptr,
     values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows, eps,
-    WIDTH: tl.constexpr, SPAN: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
+    WIDTH: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
     WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHRINK: tl.constexpr,
     MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -75,49 +73,44 @@ def adapted_gate_kernel(
     rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
     offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
-    next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
     gate_scale = tl.load(scales_ptr + here * 3)
     up_scale = tl.load(scales_ptr + here * 3 + 1)
+    n = plane * BN + tl.arange(0, BN)
+    real_N = n < WIDTH
+    active = rank > 0
+    # Factors are under way before the wait: behind it they would be a second trip to memory.
+    gate_b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
+    up_b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N & active, rank, R, MIXED)
+    if SHRINK:
+        next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
+        a_RN = factor_columns(
+            values_ptr, next_offset, 0, n, real_N & (next_rank > 0), next_rank, WIDTH, R, MIXED
+        )  # fmt: skip
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    factor_dtype: tl.constexpr = values_ptr.dtype.element_ty
     if count > 0:
-        factor_M1 = tl.full((BM, 1), 1.0, tl.float32)
+        real_MN = real_M1 & real_N[None, :]
+        gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
+        gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0).to(tl.float32)
+        up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0).to(tl.float32)
+        gate_h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
+        up_h_MR = summed(h_ptr, 1, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
         if SQUARES > 0:
             factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
-        gate_h_MR = tl.zeros((BM, R), tl.float32)
-        up_h_MR = tl.zeros((BM, R), tl.float32)
-        if rank > 0:
-            gate_h_MR = summed(h_ptr, 0, entry_M, real_M1, h_rows, PLANES, 2, R) * factor_M1
-            up_h_MR = summed(h_ptr, 1, entry_M, real_M1, h_rows, PLANES, 2, R) * factor_M1
-            if BIASED:
-                gate_h_MR = with_ones(gate_h_MR, ranks_ptr, here, 0, R)
-                up_h_MR = with_ones(up_h_MR, ranks_ptr, here, 1, R)
-        next_h_MR = tl.zeros((BM, R), tl.float32)
-        for at in range(0, SPAN, BN):
-            n = plane * SPAN + at + tl.arange(0, BN)
-            real_N = n < WIDTH
-            real_MN = real_M1 & real_N[None, :]
-            gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
-            gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0).to(tl.float32) * factor_M1
-            up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0).to(tl.float32) * factor_M1
-            if rank > 0:
-                b_NR = factor_rows(values_ptr, offset, 0, n, real_N, rank, R, MIXED)
-                gate_MN += tl.dot(gate_h_MR.to(factor_dtype), tl.trans(b_NR), input_precision="ieee") * gate_scale
-                b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N, rank, R, MIXED)
-                up_MN += tl.dot(up_h_MR.to(factor_dtype), tl.trans(b_NR), input_precision="ieee") * up_scale
-            inner_MN = silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)
-            tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN.to(dtype), mask=real_MN)
-            if SHRINK:  # noqa: SIM102 (known when compiled; the next is not)
-                if next_rank > 0:
-                    a_RN = factor_columns(values_ptr, next_offset, 0, n, real_N, next_rank, WIDTH, R, MIXED)
-                    x_MN = inner_MN.to(dtype).to(factor_dtype)
-                    next_h_MR = tl.dot(x_MN, tl.trans(a_RN), next_h_MR, input_precision="ieee")
-        if SHRINK:  # noqa: SIM102
-            if next_rank > 0:
-                at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
-                tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1)
+            gate_MN, up_MN = gate_MN * factor_M1, up_MN * factor_M1
+            gate_h_MR, up_h_MR = gate_h_MR * factor_M1, up_h_MR * factor_M1
+        if BIASED:
+            gate_h_MR = with_ones(gate_h_MR, ranks_ptr, here, 0, R)
+            up_h_MR = with_ones(up_h_MR, ranks_ptr, here, 1, R)
+        gate_MN += tl.dot(gate_h_MR.to(gate_b_NR.dtype), tl.trans(gate_b_NR), input_precision="ieee") * gate_scale
+        up_MN += tl.dot(up_h_MR.to(up_b_NR.dtype), tl.trans(up_b_NR), input_precision="ieee") * up_scale
+        inner_MN = (silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)).to(dtype)
+        tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN, mask=real_MN)
+        if SHRINK:
+            next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
+            at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
+            tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1 & (next_rank > 0))
 
 
 def adapted_gate(
@@ -129,8 +122,7 @@ def adapted_gate(
     eps: float = 0.0,
     next_site: int | None = None,
     block: int | None = None,
-    programs: int = PROGRAMS,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> tuple[torch.Tensor, Adapted | None]:
     """[T, I] of contiguous [T, 2I], and the first product at `next_site` where there is one. With `squares_TP` of a
     norm over `width` values, gates, ups and the adapters' first product lack its factor."""
@@ -139,12 +131,8 @@ def adapted_gate(
     planes, parts, rows, rank = adapted.h_PGAR.shape
     assert gate_up_T2I.is_contiguous() and parts == 2, f"contiguous rows of two parts, got {parts}"
     assert pool.geometry.widths(adapted.site) == (inner, inner), f"site {adapted.site} is not {inner} wide"
-    columns = block or max(16, min(128 if rank <= 32 and tiles.block <= 16 else 64, triton.next_power_of_2(inner)))
-    wanted = triton.cdiv(inner, columns)
-    if next_site is not None:
-        wanted = min(wanted, MAX_PLANES, max(8, triton.cdiv(programs, tiles.num_tiles)))
-    span = triton.cdiv(triton.cdiv(inner, wanted), columns) * columns
-    next_planes = triton.cdiv(inner, span)
+    best = choice(tiles)
+    chosen, next_planes = columns(best.gate_block, rank, inner, block)
     out_TI = gate_up_T2I.new_empty(tokens, inner)
     next_h_PGAR = out_TI if next_site is None else step.work(next_site % 2, next_planes, 1)
     squares = 0 if squares_TP is None else squares_TP.shape[1]
@@ -162,19 +150,18 @@ def adapted_gate(
         rows,
         eps,
         WIDTH=inner,
-        SPAN=span,
         PLANES=planes,
         D=max(1, width),
         SQUARES=squares,
         WIDE=triton.next_power_of_2(max(1, squares)),
         R=rank,
         BM=tiles.block,
-        BN=columns,
+        BN=chosen,
         SHRINK=next_site is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,
         EARLY=early,
-        num_warps=warps,
+        num_warps=warps or best.gate_warps,
         **options(early),
     )
     return out_TI, None if next_site is None else Adapted(next_site, next_h_PGAR)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.adapted_sum import Adapted
-from engine.kernels.adapted_tile import factor_rows, norm_factor, summed, tables, tile_rows, with_ones
+from engine.kernels.adapted_tile import choice, factor_rows, norm_factor, summed, tables, tile_rows, with_ones
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write_reference
 from lora.kernel_step import KernelStep
@@ -83,28 +83,38 @@ def adapted_rope_kernel(
     real_E = at < H // 2
     first_b_ER = factor_rows(values_ptr, offset, head * H, at, real_E & active, rank, R, MIXED)
     second_b_ER = factor_rows(values_ptr, offset, head * H + H // 2, at, real_E & active, rank, R, MIXED)
+    if NORM:
+        weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
+        first_weight = tl.load(weight_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     if count > 0:
-        pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
         position_M1 = tl.load(positions_ptr + row_M[:, None], mask=real_M1, other=0).to(tl.int64)
-        factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+        pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
         real_ME = real_M1 & real_E[None, :]
         qkv_ME_ptr = qkv_ptr + row_M[:, None] * ((N + 2 * K) * H) + head * H + at[None, :]
-        first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0).to(tl.float32) * factor_M1
-        second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0).to(tl.float32) * factor_M1
+        first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0).to(tl.float32)
+        second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0).to(tl.float32)
+        turned_ME = real_ME & (head < N + K)
+        table_ME = position_M1 * H + at[None, :]
+        first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0).to(tl.float32)
+        first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0).to(tl.float32)
+        second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0).to(tl.float32)
+        second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0).to(tl.float32)
+        h_MR = summed(h_ptr, part, entry_M, real_M1 & active, h_rows, PLANES, 3, R)
+        factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+        first, second, h_MR = first * factor_M1, second * factor_M1, h_MR * factor_M1
         if BIAS:
             bias_E_ptr = bias_ptr + head * H + at
             first += tl.load(bias_E_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
             second += tl.load(bias_E_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
-        if active:
-            h_MR = summed(h_ptr, part, entry_M, real_M1, h_rows, PLANES, 3, R) * factor_M1
-            if BIASED:
-                h_MR = with_ones(h_MR, ranks_ptr, here, part, R)
-            h_MR = h_MR.to(first_b_ER.dtype)
-            first += tl.dot(h_MR, tl.trans(first_b_ER), input_precision="ieee") * scale
-            second += tl.dot(h_MR, tl.trans(second_b_ER), input_precision="ieee") * scale
+        if BIASED:
+            h_MR = with_ones(h_MR, ranks_ptr, here, part, R)
+        h_MR = h_MR.to(first_b_ER.dtype)
+        first += tl.dot(h_MR, tl.trans(first_b_ER), input_precision="ieee") * scale
+        second += tl.dot(h_MR, tl.trans(second_b_ER), input_precision="ieee") * scale
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
         written = real_ME & (pool_M1 >= 0)
@@ -114,19 +124,11 @@ def adapted_rope_kernel(
             tl.store(kv_ME_ptr + H // 2, second.to(dtype), mask=written)
         else:
             if NORM:
-                weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
                 root_M1 = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] * (1.0 / H) + head_eps)
-                first_weight = tl.load(weight_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
-                second_weight = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
                 first = ((first * root_M1).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
                 second = ((second * root_M1).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
-            table_ME = position_M1 * H + at[None, :]
-            cos = tl.load(cos_ptr + table_ME, mask=real_ME, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + table_ME, mask=real_ME, other=0.0).to(tl.float32)
-            turned = _rotated(first, second, cos, sin, dtype).to(dtype)
-            cos = tl.load(cos_ptr + table_ME + H // 2, mask=real_ME, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + table_ME + H // 2, mask=real_ME, other=0.0).to(tl.float32)
-            turned_second = _rotated(second, first, cos, sin, dtype).to(dtype)
+            turned = _rotated(first, second, first_cos, first_sin, dtype).to(dtype)
+            turned_second = _rotated(second, first, second_cos, second_sin, dtype).to(dtype)
             if head < N:
                 tl.store(qkv_ME_ptr, turned, mask=written)
                 tl.store(qkv_ME_ptr + H // 2, turned_second, mask=written)
@@ -146,7 +148,7 @@ def adapted_rope(
     shape: QKVShape,
     norm: QKNorm | None,
     rotation: Rotation,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> torch.Tensor:
     """Query heads [T, N, H], a view of `qkv_TE`: the product [T, (N + 2K) * H] without the factor of the norm over
     `width` values whose squares are given. Keys and values are in the pool afterwards."""
@@ -190,7 +192,7 @@ def adapted_rope(
         MIXED=variant.mixed,
         BIASED=variant.biased,
         EARLY=early,
-        num_warps=warps,
+        num_warps=warps or choice(tiles).rope_warps,
         enable_fp_fusion=False,
         **options(early),
     )

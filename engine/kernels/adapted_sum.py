@@ -18,7 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.adapted_tile import factor_columns, factor_rows, summed, tables, tile_rows, with_ones
+from engine.kernels.adapted_tile import (
+    choice,
+    columns,
+    factor_columns,
+    factor_rows,
+    summed,
+    tables,
+    tile_rows,
+    with_ones,
+)
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from lora.kernel_step import KernelStep
 from lora.kernels.expand import lora_expand_reference
@@ -43,12 +52,6 @@ class Stream:
     adapted: Adapted | None
 
 
-def planes_of(width: int) -> tuple[int, int]:
-    """Columns of a program and how many such there are: enough programs for few rows, few planes to add up."""
-    block = min(256, max(64, triton.next_power_of_2(width) // 16))
-    return block, triton.cdiv(width, block)
-
-
 def adapted_sum_reference(
     step: KernelStep,
     y_TD: torch.Tensor | None,
@@ -68,6 +71,12 @@ def adapted_sum_reference(
     h_1GAR = torch.zeros(1, len(step.pool.geometry.widths(next_site)), len(x_TD), step.variant.rank, device=x_TD.device)
     lora_shrink_reference(step.pool, next_site, x_TD, step.tiles, h_1GAR)
     return Stream(x_TD, squares_T1, Adapted(next_site, h_1GAR))
+
+
+@triton.jit
+def _first_product(x_MN, a_RN, h_ptr, entry_M, real_M1, R: tl.constexpr):
+    h_MR = tl.dot(x_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
+    tl.store(h_ptr + entry_M[:, None] * R + tl.arange(0, R)[None, :], h_MR, mask=real_M1)
 
 
 @triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
@@ -91,6 +100,15 @@ def adapted_sum_kernel(
         b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
     there = slot * sites + next_site
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
+    next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
+    # Factors are under way before the wait: behind it they would be a second trip to memory, and a third.
+    wanted_N = real_N & (next_rank > 0)
+    if PARTS > 0:
+        a0_RN = factor_columns(values_ptr, next_offset, 0, n, wanted_N, next_rank, D, R, MIXED)
+    if PARTS > 1:
+        a1_RN = factor_columns(values_ptr, next_offset, 1, n, wanted_N, next_rank, D, R, MIXED)
+    if PARTS > 2:
+        a2_RN = factor_columns(values_ptr, next_offset, 2, n, wanted_N, next_rank, D, R, MIXED)
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -100,11 +118,10 @@ def adapted_sum_kernel(
         sum_MN = tl.load(residual_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
         if ADD:
             y_MN = tl.load(y_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
-            if active:
-                h_MR = summed(h_ptr, 0, entry_M, real_M1, h_rows, PLANES, 1, R)
-                if BIASED:
-                    h_MR = with_ones(h_MR, ranks_ptr, here, 0, R)
-                y_MN += tl.dot(h_MR.to(b_NR.dtype), tl.trans(b_NR), input_precision="ieee") * scale
+            h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 1, R)
+            if BIASED:
+                h_MR = with_ones(h_MR, ranks_ptr, here, 0, R)
+            y_MN += tl.dot(h_MR.to(b_NR.dtype), tl.trans(b_NR), input_precision="ieee") * scale
             rounded_MN = (sum_MN + y_MN.to(dtype).to(tl.float32)).to(residual_ptr.dtype.element_ty)
             tl.store(residual_ptr + at_MN, rounded_MN, mask=real_MN)
             sum_MN = rounded_MN.to(tl.float32)
@@ -114,13 +131,12 @@ def adapted_sum_kernel(
         tl.store(squares_ptr + row_M[:, None] * NEXT_PLANES + plane, squares_M1, mask=real_M1)
         if PARTS > 0:  # noqa: SIM102 (known when compiled; the next is not)
             if next_rank > 0:
-                next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
-                r = tl.arange(0, R)
-                for part in tl.static_range(PARTS):
-                    a_RN = factor_columns(values_ptr, next_offset, part, n, real_N, next_rank, D, R, MIXED)
-                    h_MR = tl.dot(x_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
-                    at_MR = ((plane * PARTS + part) * h_rows + entry_M)[:, None] * R + r[None, :]
-                    tl.store(next_h_ptr + at_MR, h_MR, mask=real_M1)
+                next_h_ptr += plane * PARTS * h_rows * R
+                _first_product(x_MN, a0_RN, next_h_ptr, entry_M, real_M1, R)
+                if PARTS > 1:
+                    _first_product(x_MN, a1_RN, next_h_ptr + h_rows * R, entry_M, real_M1, R)
+                if PARTS > 2:
+                    _first_product(x_MN, a2_RN, next_h_ptr + 2 * h_rows * R, entry_M, real_M1, R)
 
 
 def adapted_sum(
@@ -131,7 +147,7 @@ def adapted_sum(
     weight_D: torch.Tensor,
     next_site: int | None,
     block: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> Stream:
     """The stream after `y_TD`, the product at `before`, has been added to `residual_TD` in place; with neither,
     as it is. `weight_D` is of the norm before the next product."""
@@ -139,9 +155,8 @@ def adapted_sum(
     pool, tiles, variant = step.pool, step.tiles, step.variant
     assert residual_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous()), "rows must be contiguous"
     assert (y_TD is None) == (before is None), "a product and its site come together"
-    chosen, planes = planes_of(width)
-    if block is not None:
-        chosen, planes = block, triton.cdiv(width, block)
+    best = choice(tiles)
+    chosen, planes = columns(best.sum_block, variant.rank, width, block)
     parts = 0 if next_site is None else len(pool.geometry.widths(next_site))
     x_TD = torch.empty_like(residual_TD)
     squares_TP = torch.empty(tokens, planes, dtype=torch.float32, device=x_TD.device)
@@ -171,7 +186,7 @@ def adapted_sum(
         MIXED=variant.mixed,
         BIASED=variant.biased,
         EARLY=early,
-        num_warps=warps,
+        num_warps=warps or best.sum_warps,
         **options(early),
     )
     return Stream(x_TD, squares_TP, None if next_site is None else Adapted(next_site, h_PGAR))

@@ -14,6 +14,8 @@ Shapes: M rows of a tile, P planes, G parts, A sorted rows, R ranks, T tokens.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,43 @@ from lora.segments import Tiles
 
 MAX_RANK = 64
 """Of adapters whose factors fit a program beside all else it holds."""
-MAX_PLANES = 32
+MIN_BLOCK = 16
+"""Columns that a program takes at least."""
+TOGETHER = tl.constexpr(32)
+"""Planes whose loads are under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Columns and warps of each launch's programs for factors of rank 16 (columns fall as ranks rise, so that a
+    program holds as much), and into how many pieces the first product that is a launch of its own cuts its
+    inputs."""
+
+    sum_block: int
+    sum_warps: int
+    gate_block: int
+    gate_warps: int
+    rope_warps: int
+    splits: int
+    shrink_warps: int
+
+
+CHOICES = (
+    (1, Choice(128, 4, 64, 4, 2, 16, 2)),
+    (16, Choice(256, 4, 256, 8, 4, 16, 2)),
+    (1 << 30, Choice(256, 4, 256, 4, 2, 16, 2)),
+)
+"""By the most tiles of a launch that a choice is for."""
+
+
+def choice(tiles: Tiles) -> Choice:
+    return next(found for most, found in CHOICES if tiles.num_tiles <= most)
+
+
+def columns(block: int, rank: int, width: int, exact: int | None = None) -> tuple[int, int]:
+    """Columns of a program, `block` for few ranks and `exact` if given, and how many such there are."""
+    found = exact or max(MIN_BLOCK, min(block * 16 // max(16, rank), triton.next_power_of_2(width)))
+    return found, triton.cdiv(width, found)
 
 
 def tables(pool: DevicePool, tiles: Tiles) -> tuple[torch.Tensor, ...]:
@@ -71,9 +109,16 @@ def summed(
     """A first product [M, R], its planes added up in order."""
     r = tl.arange(0, R)
     h_MR_ptr = h_ptr + (part * h_rows + entry_M)[:, None] * R + r[None, :]
-    h_MR = tl.load(h_MR_ptr, mask=real_M1, other=0.0)
-    for plane in tl.static_range(1, PLANES):
-        h_MR += tl.load(h_MR_ptr + plane * PARTS * h_rows * R, mask=real_M1, other=0.0)
+    if PLANES <= TOGETHER:
+        h_MR = tl.load(h_MR_ptr, mask=real_M1, other=0.0)
+        for plane in tl.static_range(1, PLANES):
+            h_MR += tl.load(h_MR_ptr + plane * PARTS * h_rows * R, mask=real_M1, other=0.0)
+    else:
+        h_MR = tl.zeros(h_MR_ptr.shape, tl.float32)
+        for first in range(0, PLANES, TOGETHER):
+            for plane in tl.static_range(TOGETHER):
+                at_MR_ptr = h_MR_ptr + (first + plane) * PARTS * h_rows * R
+                h_MR += tl.load(at_MR_ptr, mask=real_M1 & (first + plane < PLANES), other=0.0)
     return h_MR
 
 

@@ -17,14 +17,15 @@ import torch
 from engine.kernels.adapted_gate import adapted_gate
 from engine.kernels.adapted_rope import Rotation, adapted_rope
 from engine.kernels.adapted_sum import Adapted, Stream, adapted_sum
+from engine.kernels.adapted_tile import choice
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderLayer, DenseDecoderLM
 from lora.kernel_step import KernelStep
 
-SPLIT_INPUTS, MAX_SPLITS = 256, 16
-"""How the inputs of the one first product that is a launch of its own are cut: wide enough for few rows."""
+SPLIT_INPUTS = 256
+"""That a piece of the one first product that is a launch of its own sums at least."""
 
 
 class Product(Protocol):
@@ -92,8 +93,9 @@ class AdaptedLayers:
         self, step: KernelStep, layer: DecoderLayer, out_TE: torch.Tensor, residual_TD: torch.Tensor
     ) -> Stream:
         output = layer.self_attn.o_proj
-        splits = max(1, min(MAX_SPLITS, out_TE.shape[1] // SPLIT_INPUTS))
-        adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits))
+        best = choice(step.tiles)
+        splits = max(1, min(best.splits, out_TE.shape[1] // SPLIT_INPUTS))
+        adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits, best.shrink_warps))
         y_TD = self._product(out_TE, output.weight, output.bias)
         weight_D, site = layer.post_attention_layernorm.weight, layer.mlp.gate_up_proj.site
         return adapted_sum(step, y_TD, adapted, residual_TD, weight_D, site)

@@ -88,27 +88,37 @@ def lora_shrink_kernel(
     real_M1 = (m < count)[:, None]
     row_M = tl.load(rows_ptr + start + m, mask=m < count, other=0)
     a_ptr = values_ptr + tl.multiple_of(tl.load(offsets_ptr + entry * 2), 64)
-    await_launch(EARLY)
-    if (count > 0) & (rank > 0):
-        stride = rank if MIXED else R
-        real_R1 = (r < rank)[:, None]
-        x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * x_stride + first + k[None, :]
-        a_RK_ptr = a_ptr + (part * stride + r).to(tl.int64)[:, None] * K + first + k[None, :]
-        h_MR = tl.zeros((BM, R), tl.float32)
-        for at in tl.range(0, SPAN, BK, num_stages=STAGES):
-            if SPAN % BK == 0 and K % SPAN == 0:
-                x_MK = tl.load(x_MK_ptr + at, mask=real_M1, other=0.0)
-                if MIXED:
-                    a_RK = tl.load(a_RK_ptr + at, mask=real_R1, other=0.0)
+    active = (count > 0) & (rank > 0)
+    stride = rank if MIXED else R
+    real_R1 = (r < rank)[:, None]
+    x_MK_ptr = x_ptr + row_M.to(tl.int64)[:, None] * x_stride + first + k[None, :]
+    a_RK_ptr = a_ptr + (part * stride + r).to(tl.int64)[:, None] * K + first + k[None, :]
+    at_MR = (plane * h_rows + start + m)[:, None] * R + r[None, :]
+    if SPAN <= BK:
+        # One piece: the factor is under way before the wait.
+        real_1K = ((k < SPAN) & (first + k < K))[None, :]
+        a_RK = tl.load(a_RK_ptr, mask=real_R1 & real_1K & active, other=0.0)
+        await_launch(EARLY)
+        if active:
+            x_MK = tl.load(x_MK_ptr, mask=real_M1 & real_1K, other=0.0)
+            tl.store(h_ptr + at_MR, tl.dot(x_MK, tl.trans(a_RK), input_precision="ieee"), mask=real_M1)
+    else:
+        await_launch(EARLY)
+        if active:
+            h_MR = tl.zeros((BM, R), tl.float32)
+            for at in tl.range(0, SPAN, BK, num_stages=STAGES):
+                if SPAN % BK == 0 and K % SPAN == 0:
+                    x_MK = tl.load(x_MK_ptr + at, mask=real_M1, other=0.0)
+                    if MIXED:
+                        a_RK = tl.load(a_RK_ptr + at, mask=real_R1, other=0.0)
+                    else:
+                        a_RK = tl.load(a_RK_ptr + at)
                 else:
-                    a_RK = tl.load(a_RK_ptr + at)
-            else:
-                real_1K = ((at + k < SPAN) & (first + at + k < K))[None, :]
-                x_MK = tl.load(x_MK_ptr + at, mask=real_M1 & real_1K, other=0.0)
-                a_RK = tl.load(a_RK_ptr + at, mask=real_R1 & real_1K, other=0.0)
-            h_MR = tl.dot(x_MK, tl.trans(a_RK), h_MR, input_precision="ieee")
-        at_MR = (plane * h_rows + start + m)[:, None] * R + r[None, :]
-        tl.store(h_ptr + at_MR, h_MR, mask=real_M1)
+                    real_1K = ((at + k < SPAN) & (first + at + k < K))[None, :]
+                    x_MK = tl.load(x_MK_ptr + at, mask=real_M1 & real_1K, other=0.0)
+                    a_RK = tl.load(a_RK_ptr + at, mask=real_R1 & real_1K, other=0.0)
+                h_MR = tl.dot(x_MK, tl.trans(a_RK), h_MR, input_precision="ieee")
+            tl.store(h_ptr + at_MR, h_MR, mask=real_M1)
 
 
 @triton.jit(do_not_specialize=["site"])

@@ -59,9 +59,9 @@ def test_kernels_equal_the_loop(dtype, tolerance, site):
 @pytest.mark.parametrize("site", [1, 4])
 def test_a_row_keeps_its_bits_beside_any_other_ranks(site):
     pool, x = make_pool(torch.bfloat16), inputs(site, torch.bfloat16)
-    together = add(KernelStep(pool, SLOTS), site, x)
+    together = add(KernelStep(pool, SLOTS, True), site, x)
     for row in range(0, len(SLOTS), 5):
-        alone = add(KernelStep(pool, SLOTS[row : row + 1]), site, x[row : row + 1])
+        alone = add(KernelStep(pool, SLOTS[row : row + 1], True), site, x[row : row + 1])
         assert torch.equal(alone[0], together[row]), f"row {row} of slot {SLOTS[row]}"
 
 

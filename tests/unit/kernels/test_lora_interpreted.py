@@ -121,10 +121,10 @@ def test_a_row_keeps_its_bits_whatever_shares_its_batch():
     for site in (1, 4):
         x = inputs_of(GEOMETRY, site, len(SLOTS))
         together = torch.zeros(len(SLOTS), sum(GEOMETRY.widths(site)))
-        KernelStep(adapters, SLOTS).add_(site, x, together)
+        KernelStep(adapters, SLOTS, True).add_(site, x, together)
         for row, slot in enumerate(SLOTS):
             alone = torch.zeros(1, together.shape[1])
-            KernelStep(adapters, SLOTS[row : row + 1]).add_(site, x[row : row + 1], alone)
+            KernelStep(adapters, SLOTS[row : row + 1], True).add_(site, x[row : row + 1], alone)
             assert torch.equal(alone[0], together[row]), f"row {row} of slot {slot}"
 
 

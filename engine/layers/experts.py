@@ -91,10 +91,15 @@ class RoutedExperts(nn.Module):
         self.down_proj = RowParallelLinear(shared, hidden, False, dtype, device, parallel)
         self.width = width
 
+    @property
+    def grouped(self) -> bool:
+        """Whether kernels compute it on a GPU, for all experts at once and without the host."""
+        return self.inputs == 2
+
     def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
         chosen_TK, weights_TK = self.choose(x_TD)
         weights_TK = weights_TK.to(x_TD.dtype)
-        if x_TD.is_cuda and self.inputs == 2:
+        if x_TD.is_cuda and self.grouped:
             out_TD = self._by_kernels(x_TD, chosen_TK, weights_TK)
         else:
             out_TD = sum_of_experts(x_TD, chosen_TK, weights_TK, len(self.gate_XD), self._expert)

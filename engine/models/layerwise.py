@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import ForwardBatch
-from engine.layers.experts import ClampedExperts
+from engine.layers.experts import ClampedExperts, RoutedExperts
 from engine.layers.mixer import StateStep
 from engine.memory.kv_pool import KVPool, pack
 from engine.memory.state_pool import StatePool
@@ -64,9 +64,12 @@ class LayerwiseForward:
     def serves(model: DenseDecoderLM, pool: KVPool) -> bool:
         """Whether a step of the model reads nothing on the host: some blocks of experts do, and latents and
         windows' own pages have no buffers here."""
-        layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
-        blocks = any(isinstance(layer.mlp, ClampedExperts) for layer in layers)
-        return model.spec.latent is None and model.spec.gated and not blocks and pool.window_pages is None
+        blocks = [layer.mlp for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+        waits = any(
+            isinstance(block, ClampedExperts) or (isinstance(block, RoutedExperts) and not block.grouped)
+            for block in blocks
+        )
+        return model.spec.latent is None and not waits and pool.window_pages is None
 
     def hidden(
         self,

@@ -80,8 +80,7 @@ def read_mamba2(config: dict[str, Any], **own: Any) -> Mamba2Spec:
     groups = config.get("mamba_n_groups", 1)
     if heads * head_dim != inner:
         raise InvalidRequest(field="mamba_d_head", expected=f"{inner} numbers over {heads} heads", actual=head_dim)
-    if heads % groups:
-        raise InvalidRequest(field="mamba_n_groups", expected=f"a divisor of {heads} heads", actual=groups)
+    check_groups("mamba_n_groups", groups, heads)
     low, high = read_limits(config.get("time_step_limit"))
     common: dict[str, Any] = dict(
         heads=heads,
@@ -96,6 +95,11 @@ def read_mamba2(config: dict[str, Any], **own: Any) -> Mamba2Spec:
         high=high,
     )
     return Mamba2Spec(**(common | own))
+
+
+def check_groups(field: str, groups: Any, heads: int) -> None:
+    if not isinstance(groups, int) or groups < 1 or heads % groups:
+        raise InvalidRequest(field=field, expected=f"a divisor of {heads} heads", actual=groups)
 
 
 def read_limits(given: Any) -> tuple[float, float]:

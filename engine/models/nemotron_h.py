@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import InvalidRequest, Unsupported
 from engine.models import config_fields as fields
 from engine.models.family import Family
-from engine.models.mamba2 import Mamba2Spec
+from engine.models.mamba2 import Mamba2Spec, check_groups
 from engine.models.shape import ExpertSpec, GateSpec, LayerSpec, Names, RopeSpec
 
 NAMES = Names(
@@ -94,8 +94,10 @@ def _experts(config: dict[str, Any]) -> ExpertSpec:
 
 def _mixer(config: dict[str, Any]) -> Mamba2Spec:
     """Step sizes are bounded from below by what initialises them, as trainers compute it."""
+    heads = fields.integer(config, "mamba_num_heads")
+    check_groups("n_groups", config.get("n_groups"), heads)
     return Mamba2Spec(
-        heads=fields.integer(config, "mamba_num_heads"),
+        heads=heads,
         head_dim=fields.integer(config, "mamba_head_dim"),
         groups=fields.integer(config, "n_groups"),
         state_size=fields.integer(config, "ssm_state_size"),

@@ -9,7 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, Lfm2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    NemotronHConfig,
+    Qwen3Config,
+)
 
 from engine.errors import InvalidRequest
 from engine.models.registry import build_model
@@ -30,6 +40,18 @@ SHAPE: dict[str, Any] = dict(
     max_position_embeddings=32,
     pad_token_id=None,
 )
+MAMBA2: dict[str, Any] = dict(mamba_n_heads=4, mamba_d_head=8, mamba_d_state=4)
+NEMOTRON: dict[str, Any] = dict(
+    num_hidden_layers=None,
+    layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+    mamba_num_heads=4,
+    mamba_head_dim=4,
+    n_groups=2,
+    ssm_state_size=4,
+    n_routed_experts=4,
+    moe_intermediate_size=8,
+    moe_shared_expert_intermediate_size=12,
+)
 KINDS = {
     "llama": LlamaConfig(**SHAPE),
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -38,6 +60,9 @@ KINDS = {
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=8),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_multiple_of=8),
+    "falcon-h1": FalconH1Config(**SHAPE, **MAMBA2, mamba_rms_norm=True, mamba_d_ssm=32),
+    "nemotron-h": NemotronHConfig(**(SHAPE | NEMOTRON)),
+    "granite": GraniteMoeHybridConfig(**SHAPE, **MAMBA2, layer_types=["mamba", "attention"], num_local_experts=0),
     "qwen3-tied-biased": Qwen3Config(**SHAPE, tie_word_embeddings=True, attention_bias=True),
 }
 
@@ -57,7 +82,9 @@ def engine_model(folder: Path, dtype: torch.dtype = torch.float32):
     return model
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "granite" else kind for kind in KINDS]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_case_b1_update_equals_cold_load_for_every_architecture(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     policy = trained(kind, 1)

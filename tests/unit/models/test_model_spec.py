@@ -10,6 +10,7 @@ import torch
 from engine.errors import InvalidRequest, SparkrollError, Unsupported
 from engine.models.registry import build_model
 from engine.models.spec import read_spec, spec_from_config
+from engine.models.weight_map import decoder_weight_map
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,6 +103,37 @@ def test_gemma3_reads_old_and_new_spellings_alike() -> None:
     ):
         with pytest.raises(Unsupported, match=next(iter(change))):
             spec_from_config({**base, **change})
+
+
+def test_nemotron_h_is_read_as_published() -> None:
+    """Letters for layers, and the widths of its 8B model."""
+    config = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-",
+        "attention_head_dim": 128,
+        "time_step_limit": [0.0, float("inf")],
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+    }
+    sizes = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    config = {**BASE, **config, **sizes, "architectures": None, "num_hidden_layers": 9}
+    spec = spec_from_config(config)
+    parts = [(layer.mixer is not None, layer.attends, layer.block) for layer in spec.layers]
+    assert all(sum(part) == 1 for part in parts)
+    assert "".join("M*-"[part.index(True)] for part in parts) == config["hybrid_override_pattern"]
+    mixer = spec.layers[0].mixer
+    assert mixer is not None and mixer.inputs(4096) == {"in_proj": 18560} and mixer.output(4096) == ("out_proj", 8192)
+    assert spec.state_layout(torch.bfloat16).slot_bytes == 4 * (3 * 10240 * 2 + 128 * 64 * 128 * 4)
+    aliases = decoder_weight_map(spec).aliases
+    assert aliases["backbone.layers.7.mixer.q_proj.weight"] == "model.layers.7.mixer.q_proj.weight"
+    for change, field in (
+        ({"hybrid_override_pattern": "M-M-M-MX-"}, "layers_block_type"),
+        ({"hybrid_override_pattern": None}, "layers_block_type"),
+        ({"n_groups": 3}, "n_groups"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    ):
+        with pytest.raises(SparkrollError, match=field):
+            spec_from_config({**config, **change})
 
 
 def test_unreadable_folders_are_typed_errors(tmp_path) -> None:

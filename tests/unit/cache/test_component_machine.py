@@ -130,17 +130,20 @@ class ComponentMachine(RuleBasedStateMachine):
         first = max(0, length - (self.window - 1)) // self.page_size
         return self.prefixes(prefix)[first:]
 
-    def expected(self, space: Space | None, tokens: bytes) -> tuple[int, int]:
-        """Structural and usable depth."""
-        structural = usable = 0
+    def expected(self, space: Space | None, tokens: bytes) -> tuple[int, int, str]:
+        """Structural and usable depth, and the first component that refuses the structural one."""
+        structural, usable, limit = 0, 0, ""
         for prefix in self.prefixes(tokens):
             if space is None or prefix not in space.full:
                 break
-            structural = len(prefix) // 4
-            window = self.swa is None or all(each in space.swa for each in self.seen(prefix))
-            if window and (self.recurrent is None or prefix in space.recurrent):
+            structural, limit = len(prefix) // 4, ""
+            if self.recurrent is not None and prefix not in space.recurrent:
+                limit = "recurrent"
+            if self.swa is not None and any(each not in space.swa for each in self.seen(prefix)):
+                limit = "swa"
+            if not limit:
                 usable = structural
-        return structural, usable
+        return structural, usable, limit
 
     def all_spaces(self) -> list[Space]:
         return [*self.spaces.values(), *self.flushed]
@@ -178,9 +181,8 @@ class ComponentMachine(RuleBasedStateMachine):
         before = picture(self.cache), self.cache.tree.clock, self.cache.tree.changes
         found = self.cache.match(namespace, tokens, limit)
         assert before == (picture(self.cache), self.cache.tree.clock, self.cache.tree.changes)
-        structural, usable = self.expected(self.spaces.get(namespace), tokens[: 4 * limit] if cap else tokens)
-        assert (found.structural, found.usable) == (structural, usable)
-        assert (found.limited_by in ("swa", "recurrent")) == (usable < structural)
+        expected = self.expected(self.spaces.get(namespace), tokens[: 4 * limit] if cap else tokens)
+        assert (found.structural, found.usable, found.limited_by) == expected
         self.matches = [*self.matches[-3:], found]
 
     @precondition(lambda self: self.matches)

@@ -122,6 +122,6 @@ def _allocated(make: Callable[[], object], device: torch.device) -> int:
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             made = make()
-        held = sum(event.self_cpu_memory_usage for event in record.events())
+        held = sum(event.self_cpu_memory_usage for event in record.events() or ())
     del made
     return held

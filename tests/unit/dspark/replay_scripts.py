@@ -64,6 +64,7 @@ def play(kind: MixerSpec, device: torch.device, dtype: torch.dtype = torch.float
     steps, and junk behind what is kept never existed."""
     mixer, pool = make_mixer(kind, device, dtype)
     rings, slots, script = pool.rings, [5, 2, 7], random.Random(3)
+    assert rings is not None
     true_BLI = torch.randn(3, 60, mixer.in_proj.weight.shape[0]).to(device, dtype)
     expected = []
     with torch.inference_mode():
@@ -78,6 +79,7 @@ def play(kind: MixerSpec, device: torch.device, dtype: torch.dtype = torch.float
             before = [tensor.clone() for tensor in pool.layer(0)]
             counts, kept = [script.randint(1, 5) for _ in slots], []
             step = VerifyStep.of(round_of(slots, lengths, counts, device), rings)
+            assert step is not None
             rows = []
             for row, count in enumerate(counts):
                 kept.append(script.randint(0, count))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,28 @@ def test_forks_and_retraction(folder, drafter):
         for sample in group.samples:
             assert_sample_is_reference(folder, ids, sample, 14)
     engine.check()
+
+
+def test_step_times_are_measured_with_drafts(folder, drafter):
+    engine = make_engine(folder, max_running=4, dspark=settings(drafter, "block", sweep_seconds=0.3))
+    assert engine._parts.speculation.cost.observed > 3
+    engine.check()
+
+
+@pytest.mark.slow
+def test_every_hit_depth(folder, kind, drafter):
+    """Depths on both sides of pages, asked twice: cold and warm say what the model says."""
+    oracle, atol = Oracle(folder), 2e-3 if kind.startswith("qwen") else TOLERANCE
+    plain = make_engine(folder, prefix_cache=False)
+    for name, depth in itertools.product(DRAFTERS, (3, 4, 5, 8, 12, 17)):
+        engine = make_engine(folder, prefill_tokens=7, dspark=settings(drafter, name))
+        engine.generate([ask("warm", prompt(depth), max_new=1)])
+        for n in (9, 9, 16, 16, 21, 21):
+            (group,), (other,) = (each.generate([ask("g", prompt(n), max_new=9)]) for each in (engine, plain))
+            assert group.samples[0].ids.tolist() == oracle(prompt(n).tolist(), 9)
+            np.testing.assert_allclose(group.samples[0].logprobs, other.samples[0].logprobs, atol=atol)
+        assert engine.counters.hit_tokens > 0 or engine._parts.pages.hit_grid > 21
+        engine.check()
 
 
 def test_random_schedules(folder, kind, drafter, tmp_path):

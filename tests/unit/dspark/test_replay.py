@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.collector import Collector
 from engine.memory.replay_ring import ReplayLayout, ReplayRings
-from engine.request import GroupSink
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.recurrent_models import KINDS, save_recurrent
 from tests.unit.dspark.replay_scripts import MIXERS, play
@@ -24,25 +24,10 @@ def folder(request, tmp_path_factory):
     return save_recurrent(tmp_path_factory.mktemp(request.param), request.param)
 
 
-class Quiet(GroupSink):
-    wants_deltas = False
-
-    def __init__(self):
-        self.samples = []
-
-    def on_sample(self, sample):
-        self.samples.append(sample)
-
-    def on_group(self, group):
-        pass
-
-    on_delta = on_error = on_group
-
-
 def run(engine, requests) -> tuple[list, dict[str, dict[int, list[torch.Tensor]]]]:
     """The samples, and by group and length the tensors of its state, and of that kept for the cache, after every
     step that left it running."""
-    sinks = [Quiet() for _ in requests]
+    sinks = [Collector() for _ in requests]
     for request, sink in zip(requests, sinks, strict=True):
         engine.add_group(request, sink)
     pages = engine._parts.pages
@@ -55,7 +40,7 @@ def run(engine, requests) -> tuple[list, dict[str, dict[int, list[torch.Tensor]]
             slots = [slot, pool.partner(slot)] if pool.tracked(slot) >= 0 else [slot]
             tensors = [tensor[slots].clone() for layer in pool.layout.layers for tensor in pool.layer(layer)]
             seen[sample.group.request.group_id][sample.sequence.computed] = tensors
-    return [sink.samples[0] for sink in sinks], seen
+    return [sink.result().samples[0] for sink in sinks], seen
 
 
 def test_case_f9_states_after_every_step_are_those_of_plain_decoding(folder):

@@ -229,7 +229,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if config.cache.canary < 0:
         raise InvalidRequest(field="cache.canary", expected="0 or more", actual=config.cache.canary)
     check_config(config.dspark)
-    serial = torch.device(device).type == "cpu" or config.dspark.enabled
+    # A deterministic engine's verify rows keep their bits in the serial loop alone.
+    serial = torch.device(device).type == "cpu" or (config.dspark.enabled and config.deterministic)
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
     if loop not in ("serial", "overlapped"):
         raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)

@@ -62,8 +62,8 @@ class SchedulerConfig:
 class EngineConfig:
     """`dtype` "auto" is the checkpoint's own on a GPU, and bfloat16 weights stay bfloat16 on the
     CPU. `loop` is "serial" (every step visible at once: CPUs, debugging) or "overlapped" (the
-    device runs ahead of the host); "auto" is serial on the CPU and for an engine with a drafter.
-    `deterministic` makes a row's bits independent of its batch. `num_threads` None leaves torch as it
+    device runs ahead of the host); "auto" is serial on the CPU and for a deterministic engine with
+    a drafter. `deterministic` makes a row's bits independent of its batch. `num_threads` None leaves torch as it
     is."""
 
     device: str = "auto"

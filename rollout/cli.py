@@ -65,6 +65,9 @@ def serve(
     ] = None,
     max_adapters: Annotated[int | None, typer.Option(help="Most LoRA policies on a device at once.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Highest rank a LoRA policy may have.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="A drafter's folder, or 'ngram' for drafts from a request's own past.")
+    ] = None,
     update_root: Annotated[
         Path | None, typer.Option(help="Folder that updates and LoRA policies may be read from on request.")
     ] = None,
@@ -80,6 +83,7 @@ def serve(
         "server.port": port,
         "engine.adapters.max_resident": max_adapters,
         "engine.adapters.max_rank": max_rank,
+        "engine.dspark.drafter": drafter,
         "update_root": update_root,
     }
     overrides = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]

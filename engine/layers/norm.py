@@ -2,6 +2,7 @@
 
 Owns the norm's weight and its rounding: statistics in fp32, the normalised value rounded to the
 model's dtype before the weight multiplies it (after, in unit norms), as the published models were trained.
+Rows on a GPU take the kernel that computes the same in one launch, where no gradient is wanted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
-        self.inverse_width = 1.0 / width
+        self.inverse_width, self.epsilon = 1.0 / width, eps
         # Derived, not a weight: it lives beside the parameters on their device.
         self.eps = torch.tensor(eps, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and x.dim() == 2 and x.is_contiguous() and not torch.is_grad_enabled():
+            from engine.kernels.rms_norm import rms_norm
+
+            return rms_norm(x, self.weight, self.epsilon)
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, length, length, value=self.inverse_width).rsqrt_()

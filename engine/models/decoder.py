@@ -146,10 +146,16 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(width, spec.hidden, spec.mlp_bias, dtype, device, parallel)
 
     def forward(self, x_TD: torch.Tensor, adapters: AdapterStep | None = None) -> torch.Tensor:
-        gate_up_TI = self.gate_up_proj(x_TD, adapters)
+        inner_TI = self._inner(self.gate_up_proj(x_TD, adapters))
+        return scaled(self.down_proj(inner_TI, adapters), self.scales.block_out)
+
+    def _inner(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
+        if gate_up_TI.is_cuda and self.activation == "silu" and self.scales.gate == 1.0:
+            from engine.kernels.swiglu import silu_and_mul
+
+            return silu_and_mul(gate_up_TI)
         gate_TI = activated(scaled(gate_up_TI[:, : self.width], self.scales.gate), self.activation)
-        added_TD = self.down_proj(gate_TI.mul_(gate_up_TI[:, self.width :]), adapters)
-        return scaled(added_TD, self.scales.block_out)
+        return gate_TI.mul_(gate_up_TI[:, self.width :])
 
     __call__ = forward
 

@@ -106,9 +106,8 @@ class ReplayRings:
         span = self._spans.get(slot)
         return None if span is None else span.start + span.folded
 
-    def advance(self, lengths: Mapping[int, int]) -> list[Run]:
-        """What to replay so that the states in these slots are those after so many tokens; from now on they
-        are."""
+    def runs(self, lengths: Mapping[int, int]) -> list[Run]:
+        """What to replay so that the states in these slots become those after so many tokens."""
         runs = []
         for slot, length in lengths.items():
             span = self._spans[slot]
@@ -116,7 +115,13 @@ class ReplayRings:
             assert span.folded <= last <= span.count, f"no token {length} in the ring of slot {slot}: {span}"
             if last > span.folded:
                 runs.append(Run(slot, span.ring, span.folded, last))
-            span.folded = last
+        return runs
+
+    def advance(self, lengths: Mapping[int, int]) -> list[Run]:
+        """As `runs`; from now on the states are those."""
+        runs = self.runs(lengths)
+        for run in runs:
+            self._spans[run.slot].folded = run.last
         return runs
 
     def close(self, slot: int) -> None:

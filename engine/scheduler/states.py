@@ -94,17 +94,17 @@ class RecurrentSlots:
         assert held == PER_SEQUENCE * num_sequences, f"{held} private state slots for {num_sequences} sequences"
 
     def _advance(self, lengths: Mapping[int, int]) -> None:
-        """First to where the states are kept on the way, for nobody comes back there."""
+        """Where a length on the grid lies on the way, the partner is brought there beside the state, from the same
+        start."""
         rings, grid = self.pool.rings, self.pool.grid
         assert rings is not None, "no state waits for tokens"
         kept = {slot: length // grid * grid for slot, length in lengths.items()}
         on_grid = {slot: length for slot, length in kept.items() if length > (rings.reached(slot) or 0)}
-        for targets in (on_grid, lengths):
-            runs = rings.advance(targets)
-            if runs:
-                self._replay(runs)
-                moved = [run.slot for run in runs]
-                self.pool.track(moved, [targets[slot] for slot in moved])
+        self.pool.track(list(on_grid), list(on_grid.values()))
+        runs = [run._replace(slot=self.pool.partner(run.slot)) for run in rings.runs(on_grid)]
+        runs += rings.advance(lengths)
+        if runs:
+            self._replay(runs)
 
     def _take_pair(self) -> int | None:
         slots = self._take(PER_SEQUENCE)

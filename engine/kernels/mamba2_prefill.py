@@ -82,6 +82,9 @@ def mamba2_prefill(
     positions_R: torch.Tensor,
     chunk: int,
     out: torch.Tensor | None = None,
+    block_p: int | None = None,
+    warps: int | None = None,
+    stages: int = 1,
 ) -> torch.Tensor:
     """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence."""
     check_rows(xbc_TC, dt_TH, state_SHPN, shape)
@@ -89,7 +92,8 @@ def mamba2_prefill(
     early, rows = is_early(out), slots_R.shape[0]
     wide = xbc_TC.dtype == torch.float32
     block_n = max(16, triton.next_power_of_2(shape.state))
-    block_p = max(16, min(triton.next_power_of_2(shape.head_dim), 32 if wide or block_n > 128 else 64))
+    widest = block_p or (32 if wide or block_n > 128 else 64)
+    block_p = max(16, min(triton.next_power_of_2(shape.head_dim), widest))
     if rows:
         mamba2_prefill_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
             xbc_TC,
@@ -114,8 +118,8 @@ def mamba2_prefill(
             BLOCK_P=block_p,
             BLOCK_N=block_n,
             EARLY=early,
-            num_warps=8 if wide or block_n > 128 else 4,
-            num_stages=1,
+            num_warps=warps or (8 if wide or block_n > 128 else 4),
+            num_stages=stages,
             **options(early),
         )
     return out

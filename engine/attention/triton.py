@@ -308,11 +308,13 @@ class TritonAttention:
         if plan.arrived_XK is not None:
             tokens, heads, head_dim = q_TNH.shape
             partial = States.empty((plan.splits, tokens), heads, head_dim, q_TNH.device)
-        windowed = plan.window_tables_BP is not None and self._spec.layers[layer].window is not None
+        tables_BP = plan.page_tables_BP
+        if plan.window_tables_BP is not None and self._spec.layers[layer].window is not None:
+            tables_BP = plan.window_tables_BP
         prefill_attention(
             q_TNH,
             layer_kv,
-            plan.window_tables_BP if windowed else plan.page_tables_BP,
+            tables_BP,
             plan.seq_lens_B,
             plan.query_starts_B1,
             plan.tile_row_X,

@@ -50,16 +50,29 @@ class ClampedExperts(nn.Module):
         logits_TX = F.linear(x_TD, self.gate_XD, self.gate_bias_X)
         top_TK, chosen_TK = logits_TX.topk(self.per_token, dim=-1)
         weights_TK = torch.softmax(top_TK, dim=-1)
+        if x_TD.is_cuda:
+            return self._by_kernels(x_TD, chosen_TK, weights_TK)
         return sum_of_experts(x_TD, chosen_TK, weights_TK, len(self.gate_XD), self._expert)
 
     __call__ = forward  # no hooks, as elsewhere in a layer
 
+    def _by_kernels(self, x_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        from engine.kernels.biased_experts import biased_experts
+        from engine.kernels.expert_rows import ExpertRows
+
+        rows = ExpertRows.of(chosen_TK, len(self.gate_XD))
+        inner_PI = self._inner(biased_experts(x_TD, self.gate_up_XDI, self.gate_up_bias_XI, rows, gather=True))
+        added_PD = biased_experts(inner_PI, self.down_XID, self.down_bias_XD, rows, gather=False)
+        return torch.bmm(weights_TK[:, None], added_PD.unflatten(0, chosen_TK.shape))[:, 0]
+
     def _expert(self, x_MD: torch.Tensor, expert: int) -> torch.Tensor:
-        pairs_MI2 = (x_MD @ self.gate_up_XDI[expert] + self.gate_up_bias_XI[expert]).unflatten(-1, (-1, 2))
-        gate_MI = pairs_MI2[..., 0].clamp(max=self.limit)
-        up_MI = pairs_MI2[..., 1].clamp(-self.limit, self.limit)
-        inner_MI = (up_MI + 1) * (gate_MI * torch.sigmoid(gate_MI * self.alpha))
+        inner_MI = self._inner(x_MD @ self.gate_up_XDI[expert] + self.gate_up_bias_XI[expert])
         return inner_MI @ self.down_XID[expert] + self.down_bias_XD[expert]
+
+    def _inner(self, pairs_MI: torch.Tensor) -> torch.Tensor:
+        gate_MI = pairs_MI[:, 0::2].clamp(max=self.limit)
+        up_MI = pairs_MI[:, 1::2].clamp(-self.limit, self.limit)
+        return (up_MI + 1) * (gate_MI * torch.sigmoid(gate_MI * self.alpha))
 
 
 class RoutedExperts(nn.Module):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import ForwardBatch
-from engine.layers.experts import ClampedExperts, RoutedExperts
+from engine.layers.experts import RoutedExperts
 from engine.layers.mixer import StateStep
 from engine.memory.kv_pool import KVPool, pack
 from engine.memory.state_pool import StatePool
@@ -33,8 +33,12 @@ class StepAttention:
 
     name = "step"
 
-    def __init__(self, pool: KVPool, write_slots_B: torch.Tensor, attend: Attend) -> None:
-        self._pool, self._write_slots_B, self._attend = pool, write_slots_B, attend
+    def __init__(
+        self, pool: KVPool, write_slots_B: torch.Tensor, window_slots_B: torch.Tensor | None, attend: Attend
+    ) -> None:
+        self._pool, self._attend = pool, attend
+        self._write_slots_B = write_slots_B
+        self._window_slots_B = write_slots_B if window_slots_B is None else window_slots_B
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         """Who captures the step has planned it."""
@@ -48,7 +52,8 @@ class StepAttention:
         sink_N: torch.Tensor | None = None,
         bias_TNE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._pool.write(layer, self._write_slots_B, pack(k_TKH, v_TKH))
+        slots_B = self._window_slots_B if self._pool.windowed(layer) else self._write_slots_B
+        self._pool.write(layer, slots_B, pack(k_TKH, v_TKH))
         return self._attend(q_TNH.contiguous(), layer, sink_N)
 
 
@@ -62,14 +67,11 @@ class LayerwiseForward:
 
     @staticmethod
     def serves(model: DenseDecoderLM, pool: KVPool) -> bool:
-        """Whether a step of the model reads nothing on the host: some blocks of experts do, and latents and
-        windows' own pages have no buffers here."""
+        """Whether a step of the model reads nothing on the host: some blocks of experts do, and latents have no
+        buffers here."""
         blocks = [layer.mlp for layer in model.model.layers if isinstance(layer, DecoderLayer)]
-        waits = any(
-            isinstance(block, ClampedExperts) or (isinstance(block, RoutedExperts) and not block.grouped)
-            for block in blocks
-        )
-        return model.spec.latent is None and not waits and pool.window_pages is None
+        waits = any(isinstance(block, RoutedExperts) and not block.grouped for block in blocks)
+        return model.spec.latent is None and not waits
 
     def hidden(
         self,
@@ -81,12 +83,13 @@ class LayerwiseForward:
         adapters: KernelStep | None = None,
         window_slots_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert adapters is None and window_slots_T is None, "steps of adapters and windows go another way"
+        assert adapters is None, "steps of adapters go another way"
         step = None
         if self._states is not None:
             assert self.live_B is not None, "rows of a recurrent model have states"
             step = StateStep(self._states, self.live_B)
-        backend = StepAttention(self._pool, write_slots_T.clamp(min=0), attend)
+        window_slots_T = None if window_slots_T is None else window_slots_T.clamp(min=0)
+        backend = StepAttention(self._pool, write_slots_T.clamp(min=0), window_slots_T, attend)
         return self._model.hidden(ids_T.clamp(min=0), positions_T, backend, capture, step)
 
     def logits(

@@ -17,6 +17,7 @@ from engine.kernels.adapted_gate import adapted_gate
 from engine.kernels.adapted_rope import Rotation, adapted_rope
 from engine.kernels.adapted_sum import Adapted, adapted_sum
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.biased_experts import biased_experts
 from engine.kernels.causal_conv import causal_conv, causal_conv_step
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
@@ -334,6 +335,7 @@ def gated_delta(capability: int) -> None:
     chosen = ExpertRows(torch.zeros(capability, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 2)
     inner = expert_gate_up(inputs[:, :64].contiguous(), torch.zeros(128, 64, dtype=BF16), chosen)
     expert_down(inner, torch.zeros(128, 32, dtype=BF16), chosen)
+    biased_experts(inner, torch.zeros(2, 32, 64, dtype=BF16), torch.zeros(2, 64, dtype=BF16), chosen, gather=False)
     copy_on_grid(StateAddresses([state]), token, token, token, 64)
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 

@@ -11,6 +11,8 @@ import torch
 from engine.attention.torch_ref import TorchReference
 from engine.attention.triton import TritonAttention
 from engine.batch import WindowRows
+from engine.kernels.biased_experts import biased_experts, biased_experts_reference
+from engine.kernels.expert_rows import ExpertRows
 from engine.memory.kv_pool import KVPool
 from tests.support import ask, make_engine, prompt, save_tiny
 from tests.unit.kernels.test_attention_interpreted import Scene, make_spec
@@ -59,12 +61,31 @@ def test_steps_read_windows_alone(sink: bool) -> None:
     torch.testing.assert_close(out[:3], expected[:3], atol=2e-5, rtol=0)
 
 
+def test_biased_experts_are_products_of_each_with_its_rows() -> None:
+    """Gathered by token and scattered by pair; one expert is chosen by many, some by nobody."""
+    noise = torch.Generator().manual_seed(0)
+    chosen_TK = torch.rand(19, 6, generator=noise).topk(2).indices.where(torch.arange(19)[:, None] < 17, 3)
+    rows = ExpertRows.of(chosen_TK, 8)
+    for gather, count in ((True, 19), (False, 38)):
+        x, weight, bias = (torch.randn(*size, generator=noise) for size in ((count, 40), (8, 40, 70), (8, 70)))
+        expected = biased_experts_reference(x, weight, bias, rows, gather)
+        torch.testing.assert_close(biased_experts(x, weight, bias, rows, gather), expected, atol=2e-5, rtol=0)
+        if gather:
+            pair = rows.order_P[5]
+            mine = x[pair // 2] @ weight[chosen_TK.view(-1)[pair]] + bias[chosen_TK.view(-1)[pair]]
+            torch.testing.assert_close(expected[5], mine)
+
+
+FUSED = ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]})
+LAYERED = ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_captured_steps_with_windows(tmp_path, deterministic) -> None:
-    """Groups that fork and rows that end at other times, past several windows, from a small pool."""
-    layers = ["sliding_attention", "full_attention"]
-    folder = save_tiny(tmp_path, kind="qwen3", sliding_window=8, use_sliding_window=True, layer_types=layers)
+@pytest.mark.parametrize(("model", "deterministic"), [(FUSED, False), (FUSED, True), (LAYERED, False)])
+def test_captured_steps_with_windows(tmp_path, model, deterministic) -> None:
+    """Groups that fork and rows that end at other times, past several windows, from a small pool: by fused kernels
+    and by the layers themselves."""
+    folder = save_tiny(tmp_path, kind=model[0], sliding_window=8, **model[1])
     plain = make_engine(folder, window_tokens=0, prefix_cache=False, loop="serial")
     fields = dict(burst=3, max_running=6, prefill_tokens=16, deterministic=deterministic)
     device = make_engine(folder, loop="overlapped", attention="triton", window_tokens=56, **fields)

@@ -77,8 +77,9 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
 
 
 def layerwise_stepper(parts: Parts, table: DeviceTable, eager: EagerStepper) -> Stepper | None:
-    """Captured steps of a model's own layers, where nothing in them waits for the host."""
-    if parts.runner.backend.name not in ("triton", "flashinfer"):
+    """Captured steps of a model's own layers, where nothing in them waits for the host. Their products pad rows to
+    tiers, which a deterministic engine's may not."""
+    if parts.config.deterministic or parts.runner.backend.name not in ("triton", "flashinfer"):
         return None
     from engine.attention.triton import TritonAttention
     from engine.models.layerwise import LayerwiseForward

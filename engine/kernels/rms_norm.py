@@ -1,8 +1,8 @@
 """Root-mean-square normalisation, alone and after adding to the residual stream.
 
 Owns both operations for contiguous rows. Rounds where `engine.layers.norm` does: statistics in
-fp32, the normalised value to the storage dtype before the weight multiplies it, the sum of the
-residual stream before it is normed. A row of zeros gives zeros.
+fp32, the normalised value to the storage dtype before the weight multiplies it (unit norms multiply by 1 +
+weight in fp32 and round once), the sum of the residual stream before it is normed. A row of zeros gives zeros.
 
 Shapes: T tokens, D width.
 """
@@ -18,9 +18,11 @@ import triton.language as tl
 from engine.kernels.early import await_inputs, is_early, options, release_next
 
 
-def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, unit: bool = False) -> torch.Tensor:
     wide_TD = x_TD.float()
     scale_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
+    if unit:
+        return (wide_TD * scale_T1 * (1.0 + weight_D.float())).to(x_TD.dtype)
     return (wide_TD * scale_T1).to(x_TD.dtype) * weight_D
 
 
@@ -34,7 +36,7 @@ def add_rms_norm_reference(
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    UNIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, BLOCK)
@@ -49,8 +51,11 @@ def rms_norm_kernel(
         tl.store(total_ptr + row + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) * (1.0 / D) + eps)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row + at, (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside)
+    if UNIT:
+        normed = x * scale * (1.0 + weight.to(tl.float32))
+    else:
+        normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def warps_for(width: int) -> int:
@@ -59,11 +64,16 @@ def warps_for(width: int) -> int:
 
 
 def rms_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out: torch.Tensor | None = None, warps: int | None = None
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    warps: int | None = None,
+    unit: bool = False,
 ) -> torch.Tensor:
-    """`x_TD` normed, in `out` if given (which may be `x_TD` itself)."""
+    """`x_TD` normed, in `out` if given (which may be `x_TD` itself); with `unit` by a unit norm."""
     out = torch.empty_like(x_TD) if out is None else out
-    _launch(x_TD, None, None, weight_D, eps, out, warps)
+    _launch(x_TD, None, None, weight_D, eps, out, warps, unit)
     return out
 
 
@@ -92,6 +102,7 @@ def _launch(
     eps: float,
     out: torch.Tensor,
     warps: int | None,
+    unit: bool = False,
 ) -> None:
     tokens, width = x_TD.shape
     assert x_TD.is_contiguous() and out.is_contiguous(), "rows must be contiguous"
@@ -109,6 +120,7 @@ def _launch(
             D=width,
             BLOCK=triton.next_power_of_2(width),
             ADD=residual_TD is not None,
+            UNIT=unit,
             EARLY=early,
             num_warps=warps or warps_for(width),
             **options(early),

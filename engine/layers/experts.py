@@ -128,6 +128,10 @@ class RoutedExperts(nn.Module):
         """chosen_TK and their weights_TK, fp32."""
         gate, count = self.gate, len(self.gate_XD)
         logits_TX = F.linear(x_TD.float(), self.gate_XD)
+        if x_TD.is_cuda and gate.softmax and gate.groups == 1:
+            from engine.kernels.expert_gate import expert_gate
+
+            return expert_gate(logits_TX, self.per_token, gate.normed, gate.scale)
         scores_TX = torch.softmax(logits_TX, -1) if gate.softmax else torch.sigmoid(logits_TX)
         ranks_TX = scores_TX if self.correction_X is None else scores_TX + self.correction_X
         if gate.groups > 1:

@@ -29,6 +29,7 @@ from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.expert_gate import expert_gate
 from engine.kernels.expert_rows import ExpertRows, expert_down, expert_gate_up
 from engine.kernels.gdn_decode import gdn_decode
 from engine.kernels.gdn_gate import gdn_gate
@@ -79,7 +80,7 @@ LAYERS = {
 
 def elementwise(capability: int) -> None:
     x = torch.zeros(2, 4096, dtype=BF16)
-    rms_norm(x, x[0], 1e-6)
+    rms_norm(x, x[0], 1e-6, unit=capability == 90)
     add_rms_norm(x, x.clone(), x[0], 1e-6)
     silu_and_mul(x)
     embedding_gather(torch.zeros(2, dtype=torch.int64), x)
@@ -333,6 +334,7 @@ def gated_delta(capability: int) -> None:
     out = gdn_decode(qkv, inputs, heads, kind, state, token, token if capability == 100 else None)
     gdn_prefill(qkv, inputs, heads, kind, state, token[:1], token, token, 1, 16)
     chosen = ExpertRows(torch.zeros(capability, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 2)
+    expert_gate(torch.zeros(2, 64), 8, True, 1.0)
     inner = expert_gate_up(inputs[:, :64].contiguous(), torch.zeros(128, 64, dtype=BF16), chosen)
     expert_down(inner, torch.zeros(128, 32, dtype=BF16), chosen)
     biased_experts(inner, torch.zeros(2, 32, 64, dtype=BF16), torch.zeros(2, 64, dtype=BF16), chosen, gather=False)

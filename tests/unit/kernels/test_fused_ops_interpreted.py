@@ -21,7 +21,7 @@ from engine.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_no
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write, rope_kv_write_reference
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.swiglu import silu_and_mul, silu_and_mul_reference
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import RMSNorm, UnitRMSNorm
 from engine.layers.rotary import Rotary
 from engine.models.spec import RopeSpec
 
@@ -47,6 +47,9 @@ def test_rms_norm(width):
     out = rms_norm(x, weight, 1e-5, poison(3, width))
     close(out, layer(x))
     close(out, rms_norm_reference(x, weight, 1e-5))
+    unit = UnitRMSNorm(width, 1e-5, torch.float32, torch.device("cpu"))
+    unit.weight.copy_(weight)
+    close(rms_norm(x, weight, 1e-5, unit=True), unit(x))
 
 
 def test_add_rms_norm_replaces_the_residual():

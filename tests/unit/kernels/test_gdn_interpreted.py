@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.kernels.causal_conv import causal_conv, causal_conv_step
+from engine.kernels.expert_gate import expert_gate, expert_gate_reference
 from engine.kernels.expert_rows import (
     ExpertRows,
     expert_down,
@@ -148,3 +149,10 @@ def test_experts():
     close(expert_gate_up(x, gate_up, rows), inner)
     close(expert_down(inner, down, rows), expert_down_reference(inner, down, rows))
     assert rows.starts_X1.tolist() == [0, 14, 34, 34, 40]
+    logits = noise(3, 12) * 3
+    logits[1] = 0.25
+    for normed in (True, False):
+        chosen, weights = expert_gate(logits, 5, normed, 1.5)
+        expected, shares = expert_gate_reference(logits, 5, normed, 1.5)
+        assert torch.equal(chosen, expected) and chosen[1].tolist() == [0, 1, 2, 3, 4]
+        close(weights, shares)

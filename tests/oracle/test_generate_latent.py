@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.dspark.config import DSparkConfig
 from tests.oracle.latent_models import correct_gates, index, shape
 from tests.oracle.ties import stable_ties  # noqa: F401
 from tests.support import (
@@ -23,6 +24,7 @@ from tests.support import (
     update,
 )
 from tests.unit.dspark.served import Oracle, Scripted, scripted_engine, timeless
+from tests.unit.engine.lora_cases import ask_with, greedy_of, save_adapter
 from tests.unit.engine.schedules import fuzz
 
 pytestmark = pytest.mark.usefixtures("stable_ties")
@@ -138,6 +140,31 @@ def test_updates(folders, tmp_path, kind, loop):
         (group,) = engine.generate([ask("g", prompt(13), max_new=4)])
         assert group.hit.usable == 0
         assert_sample_is_reference(folder, prompt(13), group.samples[0], 4)
+    engine.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["serial", "overlapped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_with_forks_drafts_and_updates(folders, tmp_path, kind, loop):
+    """Two policies and the base side by side, drafted by n-grams: each is what peft makes of it, before an
+    update of the base and after."""
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj"]
+    adapters = [save_adapter(folders[kind], tmp_path / f"a{i}", i, target_modules=targets) for i in range(2)]
+    other = save(tmp_path / "other", kind, seed=5)
+    engine = make_engine(folders[kind], loop=loop, dspark=DSparkConfig(drafter="ngram", mode="static", sweep_seconds=0))
+    timeless(engine)
+    for name, adapter in zip("ab", adapters, strict=True):
+        engine.adapters.register_folder(name, adapter)
+    ids = np.tile(prompt(6), 3)
+    for version, folder in enumerate((folders[kind], other)):
+        if version:
+            update(engine, folder, version)
+        for _ in range(2):
+            groups = engine.generate([ask_with(name, f"g{name}", ids, n=2, max_new=8) for name in ("a", None, "b")])
+            expected = [greedy_of(folder, adapter, ids, 8) for adapter in adapters]
+            expected.insert(1, reference_greedy(folder, ids, 8))
+            assert [[s.ids.tolist() for s in group.samples] for group in groups] == [[each] * 2 for each in expected]
     engine.check()
 
 

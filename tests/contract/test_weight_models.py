@@ -18,14 +18,17 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     NemotronHConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from engine.errors import InvalidRequest
 from engine.models.registry import build_model
-from engine.models.spec import read_spec
+from engine.models.spec import read_spec, spec_from_config
 from engine.weights.digest import model_digest
 from engine.weights.loader import load_weights
+from engine.weights.names import NameResolver
 from engine.weights.transaction import UpdateTransaction
 from tests.unit.weights.tiny_weights import begin_for, named_all
 
@@ -52,6 +55,17 @@ NEMOTRON: dict[str, Any] = dict(
     moe_intermediate_size=8,
     moe_shared_expert_intermediate_size=12,
 )
+GATED_DELTA: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=12,
+)
 KINDS = {
     "llama": LlamaConfig(**SHAPE),
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -63,8 +77,12 @@ KINDS = {
     "falcon-h1": FalconH1Config(**SHAPE, **MAMBA2, mamba_rms_norm=True, mamba_d_ssm=32),
     "nemotron-h": NemotronHConfig(**(SHAPE | NEMOTRON)),
     "granite": GraniteMoeHybridConfig(**SHAPE, **MAMBA2, layer_types=["mamba", "attention"], num_local_experts=0),
+    "qwen3-next": Qwen3NextConfig(**(SHAPE | GATED_DELTA), mlp_only_layers=[1]),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**(SHAPE | GATED_DELTA)),
     "qwen3-tied-biased": Qwen3Config(**SHAPE, tie_word_embeddings=True, attention_bias=True),
 }
+
+SELDOM = ("granite", "qwen3.5-moe")
 
 
 def trained(kind: str, seed: int):
@@ -83,7 +101,8 @@ def engine_model(folder: Path, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "granite" else kind for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in ("granite", "qwen3.5-moe") else kind for kind in KINDS],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_case_b1_update_equals_cold_load_for_every_architecture(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
@@ -133,3 +152,18 @@ def test_case_b9_every_single_tensor_is_needed_and_checked(tmp_path: Path, kind:
             transaction.stage(cut)
         assert name in str(error.value) and transaction.progress().staged == 0
     assert model_digest(model) == before
+
+
+def test_a_model_that_sees_is_read_as_the_language_model_in_it():
+    """Its names carry a segment more; what sees, and layers that predict further, are left out."""
+    text = KINDS["qwen3.5-moe"].to_dict()
+    architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    model = build_model(spec_from_config({"architectures": architectures, "text_config": text}), device="meta")
+    names, weights = NameResolver(model.weight_map), model.weight_map
+    for name in weights.placements:
+        if name.startswith("model."):
+            assert names.resolve(f"model.language_model.{name.removeprefix('model.')}") == name
+    for name in ("mtp.layers.0.mlp.gate.weight", "model.visual.blocks.0.attn.qkv.weight"):
+        found = names.resolve(name)
+        assert found is not None and weights.ignores(found)
+    assert names.resolve("model.layers.0.linear_attn.in_proj_x.weight") is None

@@ -107,10 +107,12 @@ def adapted_gate_kernel(
         up_MN += tl.dot(up_h_MR.to(up_b_NR.dtype), tl.trans(up_b_NR), input_precision="ieee") * up_scale
         inner_MN = (silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)).to(dtype)
         tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN, mask=real_MN)
-        if SHRINK:
-            next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
-            at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
-            tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1 & (next_rank > 0))
+        if SHRINK:  # noqa: SIM102
+            # In a block of its own: chained to the products above, every warp would compute all of those.
+            if next_rank > 0:
+                next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
+                at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
+                tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1)
 
 
 def adapted_gate(

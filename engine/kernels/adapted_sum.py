@@ -5,7 +5,7 @@ residual stream, its squares, the inputs of the next product, and the adapters' 
 program sees some rows and some columns, so sums over columns are left in planes for whoever comes next
 (`adapted_tile`). Ignores everything else of both products.
 
-Shapes: T tokens, D width, A sorted rows, P planes, G parts of the next site, R ranks.
+Shapes: T tokens, D width, A sorted rows, P planes, G parts of the next site and their ranks, R ranks.
 """
 
 # Launch options and constants are invisible to the type checker in Triton kernels.
@@ -21,7 +21,6 @@ import triton.language as tl
 from engine.kernels.adapted_tile import (
     choice,
     columns,
-    factor_columns,
     factor_rows,
     summed,
     tables,
@@ -73,18 +72,13 @@ def adapted_sum_reference(
     return Stream(x_TD, squares_T1, Adapted(next_site, h_1GAR))
 
 
-@triton.jit
-def _first_product(x_MN, a_RN, h_ptr, entry_M, real_M1, R: tl.constexpr):
-    h_MR = tl.dot(x_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
-    tl.store(h_ptr + entry_M[:, None] * R + tl.arange(0, R)[None, :], h_MR, mask=real_M1)
-
-
 @triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
 def adapted_sum_kernel(
     y_ptr, residual_ptr, weight_ptr, out_ptr, squares_ptr, h_ptr, next_h_ptr,
     values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
-    NEXT_PLANES: tl.constexpr, ADD: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, NEXT_PLANES: tl.constexpr, ADD: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(0)
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
@@ -101,14 +95,15 @@ def adapted_sum_kernel(
     there = slot * sites + next_site
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
     next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
-    # Factors are under way before the wait: behind it they would be a second trip to memory, and a third.
-    wanted_N = real_N & (next_rank > 0)
     if PARTS > 0:
-        a0_RN = factor_columns(values_ptr, next_offset, 0, n, wanted_N, next_rank, D, R, MIXED)
-    if PARTS > 1:
-        a1_RN = factor_columns(values_ptr, next_offset, 1, n, wanted_N, next_rank, D, R, MIXED)
-    if PARTS > 2:
-        a2_RN = factor_columns(values_ptr, next_offset, 2, n, wanted_N, next_rank, D, R, MIXED)
+        # Under way before the wait: behind it, it would be a second trip to memory. All parts are one product:
+        # several that share their inputs would each be computed by every warp.
+        g = tl.arange(0, WIDE)
+        part_G, r_G = g // R, g % R
+        stride = next_rank if MIXED else R
+        at_GN = (part_G * stride + r_G).to(tl.int64)[:, None] * D + n[None, :]
+        real_G = (part_G < PARTS) & (r_G < next_rank)
+        a_GN = tl.load(values_ptr + next_offset + at_GN, mask=real_G[:, None] & real_N[None, :], other=0.0)
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -131,12 +126,9 @@ def adapted_sum_kernel(
         tl.store(squares_ptr + row_M[:, None] * NEXT_PLANES + plane, squares_M1, mask=real_M1)
         if PARTS > 0:  # noqa: SIM102 (known when compiled; the next is not)
             if next_rank > 0:
-                next_h_ptr += plane * PARTS * h_rows * R
-                _first_product(x_MN, a0_RN, next_h_ptr, entry_M, real_M1, R)
-                if PARTS > 1:
-                    _first_product(x_MN, a1_RN, next_h_ptr + h_rows * R, entry_M, real_M1, R)
-                if PARTS > 2:
-                    _first_product(x_MN, a2_RN, next_h_ptr + 2 * h_rows * R, entry_M, real_M1, R)
+                h_MG = tl.dot(x_MN.to(a_GN.dtype), tl.trans(a_GN), input_precision="ieee")
+                at_MG = ((plane * PARTS + part_G) * h_rows)[None, :] + entry_M[:, None]
+                tl.store(next_h_ptr + at_MG * R + r_G[None, :], h_MG, mask=real_M1 & (part_G < PARTS)[None, :])
 
 
 def adapted_sum(
@@ -181,6 +173,7 @@ def adapted_sum(
         BN=chosen,
         PLANES=1 if before is None else before.h_PGAR.shape[0],
         PARTS=parts,
+        WIDE=triton.next_power_of_2(max(1, parts) * variant.rank),
         NEXT_PLANES=planes,
         ADD=y_TD is not None,
         MIXED=variant.mixed,

@@ -11,6 +11,7 @@ from tests.support import TOLERANCE, ask, assert_sample_is_reference, make_engin
 from tests.unit.dspark.recurrent_models import KINDS, save_recurrent
 from tests.unit.dspark.served import Oracle, Scripted, dspark, save_random, scripted_engine
 from tests.unit.dspark.test_served import assert_alike, requests
+from tests.unit.engine.lora_cases import ask_with, save_adapter
 from tests.unit.engine.schedules import fuzz
 
 PAGE = 4
@@ -109,6 +110,26 @@ def test_random_schedules(folder, kind, drafter, tmp_path):
     other = save_recurrent(tmp_path, kind, seed=5)
     tally = fuzz([folder, other], range(60, 61), "serial", dspark=settings(drafter, "block"))
     assert tally.samples > 10
+
+
+@pytest.mark.slow
+def test_rows_of_several_policies(folder, kind, drafter, tmp_path):
+    """Rings hold what the adapted product put out, so that kept drafts are each policy's own."""
+    targets = ["in_proj_qkv", "in_proj_b", "in_proj_qkvz", "in_proj"]
+    adapters = {
+        name: save_adapter(folder, tmp_path / name, seed, target_modules=targets) for seed, name in enumerate("ab")
+    }
+    engines = [make_engine(folder, dspark=dspark(each)) for each in ("none", drafter)]
+    loop, outputs = [5, 6, 7, 8] * 4, []
+    asked = [ask_with(name, str(i), loop[i:], n=2, max_new=24) for i, name in enumerate([None, "a", "b", "a"])]
+    for engine in engines:
+        for name, path in adapters.items():
+            engine.adapters.register_folder(name, path)
+        outputs.append(engine.generate(asked) + engine.generate(asked))
+        engine.check()
+    assert_alike(*outputs, 2e-3 if kind.startswith("qwen") else TOLERANCE)
+    assert len({tuple(group.samples[0].ids[:4]) for group in outputs[0]}) > 2
+    assert engines[1].draft_counters()["draft_verified"] > 0
 
 
 @pytest.mark.slow

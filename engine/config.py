@@ -24,11 +24,12 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """`page_size` in tokens. `kv_tokens` is the size of the key/value pool, `window_tokens` that of the layers
-    that look through a window, `state_slots` the recurrent states kept. "auto" divides `memory_fraction` of the
-    device memory left after the weights and what steps and captured graphs need (on the CPU, at most room
-    for `max_running` whole contexts). With `canary`, every so many steps everything cached or free is read and
-    compared with what it was: writes that go astray are found and named, at a price that only debugging pays."""
+    """`page_size` in tokens. `kv_tokens` is the size of the key/value pool, `window_tokens` that of the layers that
+    look through a window (0: they keep every page), `state_slots` the recurrent states kept. "auto" divides
+    `memory_fraction` of the device memory left after the weights and what steps and captured graphs need (on the
+    CPU, at most room for `max_running` whole contexts). With `canary`, every so many steps everything cached or
+    free is read and compared with what it was: writes that go astray are found and named, at a price that only
+    debugging pays."""
 
     page_size: int = 16
     kv_tokens: int | Auto = "auto"

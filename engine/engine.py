@@ -334,6 +334,7 @@ class Engine:
 
     def gauges(self) -> EngineGauges:
         parts, scheduler = self._parts, self._scheduler
+        windows = {} if parts.pages.windows is None else parts.pages.windows.gauges()
         return EngineGauges(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.scoring),
@@ -345,6 +346,7 @@ class Engine:
             page_size=parts.pages.page_size,
             policy_version=self.policy.version,
             **{f"{tag}_bytes": count for tag, count in parts.memory.bytes().items()},
+            **windows,
         )
 
     def check(self) -> None:

@@ -53,7 +53,8 @@ class EngineCounters:
 
 @dataclass(slots=True, frozen=True)
 class EngineGauges:
-    """The present, read at one moment. Bytes are what each memory tag holds now."""
+    """The present, read at one moment. Bytes are what each memory tag holds now; window pages are those of windowed
+    layers, 0 where they have none of their own."""
 
     running: int
     waiting: int
@@ -68,3 +69,7 @@ class EngineGauges:
     kv_bytes: int
     graphs_bytes: int
     adapters_bytes: int
+    window_pages_total: int = 0
+    window_pages_free: int = 0
+    window_pages_tree: int = 0
+    window_pages_private: int = 0

@@ -18,7 +18,7 @@ import numpy as np
 from engine.cache.prefix_cache import PrefixCache, Receipt
 from engine.cache.swa import SlidingWindow
 from engine.errors import InvalidRequest, Unsupported
-from engine.memory.allocator import PRIVATE
+from engine.memory.allocator import PRIVATE, PageState
 from engine.memory.kv_pool import KVPool
 from engine.memory.window_table import WindowTable
 from engine.models.spec import ModelSpec
@@ -160,6 +160,11 @@ class WindowPages:
     def available(self) -> int:
         """Pages that are free or could be evicted."""
         return self.allocator.num_free + self._component.evictable(self._cache.tree)
+
+    def gauges(self) -> dict[str, int]:
+        counts = {state.name.lower(): self.allocator.count(state) for state in (PageState.TREE, PageState.PRIVATE)}
+        counts |= {"total": self.allocator.num_pages, "free": self.allocator.num_free}
+        return {f"window_pages_{name}": count for name, count in counts.items()}
 
     def check(self, held: list[Sequence]) -> None:
         self.allocator.check()

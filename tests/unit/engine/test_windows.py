@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -144,8 +145,9 @@ def test_case_a4_no_page_is_lost_with_speculation(folder, masks, requests):
 
     def step() -> None:
         assert engine.step()
-        for allocator in (pages.allocator, pages.windows.allocator):
-            assert sum(allocator.count(state) for state in PageState) == allocator.num_pages
+        seen = dataclasses.asdict(engine.gauges())
+        for kind in ("pages", "window_pages"):
+            assert sum(seen[f"{kind}_{state}"] for state in ("free", "tree", "private")) == seen[f"{kind}_total"]
 
     for number, (ids, new) in enumerate(asked):
         sinks.append(Sink())

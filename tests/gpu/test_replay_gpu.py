@@ -20,12 +20,15 @@ def test_random_scripts_leave_outputs_and_states_of_plain_steps(kind, dtype):
     play(kind, torch.device("cuda"), dtype)
 
 
+@pytest.mark.parametrize("loop", ["serial", "overlapped"])
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "qwen3_5_text"])
-def test_tokens_are_those_without_drafts(kind, tmp_path):
+def test_tokens_are_those_without_drafts(kind, loop, tmp_path):
+    """Rounds of the serial loop alone, and between captured bursts."""
     folder = save_recurrent(tmp_path, kind)
     repeats = np.tile(prompt(6, 30), 4)
     requests = [ask("g", repeats, n=2, max_new=32), ask("h", prompt(9), temperature=1.0, seed=3, max_new=32)]
-    plain, drafting = (make_engine(folder, device="cuda", **fields) for fields in ({}, {"dspark": dspark("ngram")}))
+    plain = make_engine(folder, device="cuda", loop=loop)
+    drafting = make_engine(folder, device="cuda", loop=loop, dspark=dspark("ngram"))
     for _ in range(2):
         for group, other in zip(drafting.generate(requests), plain.generate(requests), strict=True):
             for sample, expected in zip(group.samples, other.samples, strict=True):

@@ -22,6 +22,8 @@ from engine.scheduler.overlapped import OverlappedLoop
 from engine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from engine.dspark.speculation import Speculation
+    from engine.runner.round_stepper import RoundStepper
     from engine.scheduler.rounds import DeviceRounds
 
 
@@ -45,7 +47,7 @@ def make_loop(parts: Parts, scheduler: Scheduler, committer: Committer) -> Seria
     most = burst if speculation is None else max(burst, MOST_AT_ONCE * (1 + speculation.max_drafts))
     table = DeviceTable(pages.table.num_slots, 2 * most, parts.device)
     stepper = make_stepper(parts, table, builder)
-    rounds = make_rounds(parts, table, committer)
+    rounds = make_rounds(parts, table, committer, stepper)
     return OverlappedLoop(
         scheduler, serial, table, stepper, committer, parts.counters, burst, prefill_burst, speculation, rounds
     )
@@ -107,7 +109,7 @@ def layerwise_stepper(parts: Parts, table: DeviceTable, eager: EagerStepper) -> 
     return WithoutAdapters(stepper, eager, tracks)
 
 
-def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> DeviceRounds | None:
+def make_rounds(parts: Parts, table: DeviceTable, committer: Committer, plain: Stepper) -> DeviceRounds | None:
     """Rounds of speculation that the device runs by itself, where it can: a deterministic engine's verify rows
     keep their bits in the serial loop."""
     speculation, runner = parts.speculation, parts.runner
@@ -126,7 +128,28 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer) -> Devic
     stepper = RoundStepper(shared, table, parts.pages.table, most_rows, parts.counters)
     parts.memory.graphs.append(stepper)
     speculation.plan_for(stepper.verify_tiers)
+    if parts.device.type == "cuda" and not parts.config.cache.canary:
+        seed_step_times(parts, speculation, table, stepper, plain, most_rows)
     return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, table.ring)
+
+
+def seed_step_times(
+    parts: Parts, speculation: Speculation, table: DeviceTable, stepper: RoundStepper, plain: Stepper, most_rows: int
+) -> None:
+    """Measure the rounds that a planner has to know before the first request, unless an earlier run's are there."""
+    from engine.runner.graph_stepper import GraphStepper
+    from engine.runner.round_sweep import RoundSweep
+
+    config, cost, traits = speculation.config, speculation.cost, speculation.drafter.traits
+    if cost.observed or config.sweep_seconds == 0 or not isinstance(plain, GraphStepper):
+        return
+    longest = min(parts.model.spec.context_len, traits.context_len)
+    sweep = RoundSweep(
+        stepper, plain, table, parts.pages, config, speculation.max_drafts, max(1, traits.block), longest
+    )
+    cost.seed(sweep.run(most_rows))
+    if cost.on_observed is not None:
+        cost.on_observed(cost)
 
 
 def capture_chunks(parts: Parts) -> None:

@@ -61,7 +61,7 @@ def prepare_cost(
 
 def _runs_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
     """Whether rounds are graphs that the overlapped loop launches ahead: steps run one by one say nothing of
-    their times, and serving shows those soon enough."""
+    their times. Those are measured when their graphs can be captured (`engine.runner.round_sweep`)."""
     return config.loop == "overlapped" and isinstance(runner, FusedRunner) and not config.deterministic
 
 

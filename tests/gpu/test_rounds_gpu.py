@@ -68,6 +68,18 @@ def test_ngram_rounds_equal_plain_steps(t_full):
     engine.check()
 
 
+def test_rounds_after_a_sweep_of_step_times(t_full, drafter, tmp_path):
+    """What is measured at the start stands in the rows and pages that requests get afterwards."""
+    fields = dict(mode="compact", sweep_seconds=3.0, cost=tmp_path / "times.json")
+    engine = speculating(t_full, drafter, **fields)
+    assert engine._parts.speculation.cost.observed >= 3 and (tmp_path / "times.json").exists()
+    timeless(engine)
+    plain = make_engine(t_full, loop="overlapped", burst=8, **FIELDS)
+    assert_equal(engine.generate(list(work())), plain.generate(list(work())))
+    engine.check()
+    assert speculating(t_full, drafter, **fields)._parts.speculation.cost.observed >= 3
+
+
 def test_rounds_after_memory_was_released(t_full, drafter):
     """Graphs of rounds are dropped with the memory tag that holds them, and captured again."""
     engine = speculating(t_full, drafter)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from engine import Want
+from engine.dspark.cost_model import StepShape
+from engine.loops import seed_step_times
 from tests.support import ask, make_engine, prompt, reference_logprobs
-from tests.unit.dspark.served import dspark, save_random
+from tests.unit.dspark.served import dspark, save_random, timeless
 
 slow = pytest.mark.slow
 REPEATED = np.tile(prompt(4, 30), 3)
@@ -128,6 +130,24 @@ def test_rejection_of_drafts_without_probabilities(t_full):
     expected = reference_logprobs(t_full, whole, 0.6)[len(REPEATED) :]
     np.testing.assert_allclose(sampled.samples[0].logprobs, expected, atol=1e-4)
     assert engine.counters.device_rounds > 0 and engine.draft_counters()["draft_accepted"] > 2
+    engine.check()
+
+
+@slow
+@pytest.mark.timeout(400)
+def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.runner.round_sweep._CONTEXT", 9)
+    fields = dict(mode="compact", sweep_seconds=600.0, drafts=2)
+    engine = device_engine(t_full, save_random(tmp_path / "d0"), **fields)
+    loop, speculation = engine._loop, engine._parts.speculation
+    seed_step_times(engine._parts, speculation, loop._table, loop._rounds._stepper, loop._stepper, 2)
+    # Two rows and one: without drafts, with one each, with both.
+    assert speculation.cost.observed == 6
+    predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 6, True)])
+    assert 0 < predicted[0] < predicted[1]
+    timeless(engine)
+    requests = [ask("greedy", prompt(9), max_new=4), ask("drawn", prompt(6), max_new=4, temperature=1.0, seed=3)]
+    assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
 
 

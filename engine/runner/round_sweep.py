@@ -1,0 +1,148 @@
+"""Step times of rounds and of plain steps, measured at the start as they will be run.
+
+Owns the rows that belong to nobody and what is run over them. Ignores what is made of times
+(`engine.dspark.cost_model`).
+
+Nothing has been served yet: every page is free, so that rows stand in the device table and read pages as
+requests would. What they leave behind is read by nobody. Graphs captured for it serve requests later.
+
+Shapes: B rows, P page-table columns, G drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from engine.dspark.config import DSparkConfig
+from engine.dspark.cost_model import StepShape
+from engine.memory.device_table import STOPPED, DeviceTable, RowState
+from engine.runner.graph_stepper import GraphStepper
+from engine.runner.round_plan import RoundModes, RoundPlan
+from engine.runner.round_stepper import RoundStepper
+from engine.runner.step_plan import StepPlan
+from engine.runner.stepper import StepModes
+from engine.sampling.params import RowSampling
+from engine.scheduler.pages import PageManager
+from engine.types import SamplingParams, Want
+
+logger = logging.getLogger(__name__)
+_CONTEXT = 768
+_PLAIN_STEPS, _ROUNDS = 4, 2
+"""What is timed as one, so that launching the first of them hides behind nothing."""
+
+
+class RoundSweep:
+    """Runs rounds of up to `rows` rows by `stepper` and steps by `plain`; `block` tokens follow a row's last
+    one in the drafter's pages."""
+
+    def __init__(
+        self,
+        stepper: RoundStepper,
+        plain: GraphStepper,
+        table: DeviceTable,
+        pages: PageManager,
+        config: DSparkConfig,
+        drafts: int,
+        block: int,
+        longest: int,
+    ) -> None:
+        self._stepper, self._plain, self._table, self._pages = stepper, plain, table, pages
+        self._config, self._drafts = config, drafts
+        self._ahead = max(block, (1 + drafts) * _ROUNDS, _PLAIN_STEPS) + 1
+        self._context = min(_CONTEXT, longest - self._ahead)
+
+    def run(self, rows: int) -> list[tuple[StepShape, float]]:
+        """Times of the most telling shapes first, as many as fit the configured seconds."""
+        if self._context < 1:
+            return []
+        for pool in (self._pages.pool, self._pages.draft_pool):
+            if pool is not None:
+                pool.fill(0.0)
+        began, times = time.perf_counter(), []
+        for shape in self._shapes(rows):
+            if time.perf_counter() - began > self._config.sweep_seconds:
+                logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
+                break
+            for _ in range(2):  # the first captures
+                seconds = self._time(shape)
+            times.append((shape, seconds))
+        return times
+
+    def _shapes(self, rows: int) -> list[StepShape]:
+        """The largest and the smallest batch, then those between: without drafts, with one a row, with whole
+        windows."""
+        whole = self._config.mode != "compact"
+        shapes = []
+        for count in dict.fromkeys((rows, 1, max(1, rows // 8), max(1, rows // 2))):
+            read = float(count * self._context)
+            shapes.append(StepShape(count, count, False, read, read))
+            most = min(count * (1 + self._drafts), self._stepper.verify_tiers[-1])
+            for verify in sorted({most} if whole else {self._stepper.tier(min(2 * count, most)), most}):
+                shapes.append(StepShape(count, verify, True, read, float(verify * self._context)))
+        return shapes
+
+    def _time(self, shape: StepShape) -> float:
+        slots = list(range(shape.rows))
+        tables_BP = self._tables(shape.rows)
+        self._table.admit([self._row(slot) for slot in slots])
+        self._wait()
+        began = time.perf_counter()
+        if shape.drafting:
+            self._stepper.run(self._round(shape, slots, tables_BP), []).wait()
+            count = _ROUNDS
+        else:
+            self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
+            count = _PLAIN_STEPS
+        self._wait()
+        seconds = (time.perf_counter() - began) / count
+        self._table.finished_S[: shape.rows] = STOPPED
+        self._table.release(slots)
+        return seconds
+
+    def _round(self, shape: StepShape, slots: list[int], tables_BP: np.ndarray) -> RoundPlan:
+        rows, config = shape.rows, self._config
+        none_BG = np.zeros((rows, self._drafts))
+        return RoundPlan(
+            slots=slots,
+            rounds=_ROUNDS,
+            verify=shape.tier,
+            budget=shape.tier - rows,
+            most=[self._drafts] * rows,
+            least=[0] * rows,
+            room=[tables_BP.shape[1] * self._pages.page_size] * rows,
+            modes=RoundModes(StepModes(), config.rule, config.mode),
+            page_tables_BP=tables_BP,
+            survival_BG=none_BG + 0.5,
+            drafts_BG=none_BG.astype(np.int64),
+        )
+
+    def _tables(self, rows: int) -> np.ndarray:
+        """Pages of each row's own as far as there are so many, int32 [B, P]; page 0 is nobody's."""
+        width = -(-(self._context + self._ahead) // self._pages.page_size)
+        return (np.arange(rows * width, dtype=np.int32) % (self._pages.pool.num_pages - 1) + 1).reshape(rows, width)
+
+    def _row(self, slot: int) -> RowState:
+        sampling = RowSampling(SamplingParams(), Want(), slot, np.array([1]))
+        return RowState(
+            slot=slot,
+            last_token=1,
+            computed=self._context - 1,
+            new=1,
+            max_new=1 << 30,
+            seed=slot,
+            temperature=1.0,
+            top_k=sampling.params.top_k,
+            top_p=1.0,
+            min_p=0.0,
+            definition=0,
+            stop_ids=(),
+            row=sampling,
+        )
+
+    def _wait(self) -> None:
+        if self._table.device.type == "cuda":
+            torch.cuda.synchronize(self._table.device)

@@ -82,17 +82,18 @@ def mamba2_prefill(
     positions_R: torch.Tensor,
     chunk: int,
     out: torch.Tensor | None = None,
-    block_p: int | None = None,
+    widest: int | None = None,
     warps: int | None = None,
     stages: int = 1,
 ) -> torch.Tensor:
-    """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence."""
+    """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence. A
+    program has up to `widest` numbers of a head."""
     check_rows(xbc_TC, dt_TH, state_SHPN, shape)
     out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
     early, rows = is_early(out), slots_R.shape[0]
     wide = xbc_TC.dtype == torch.float32
     block_n = max(16, triton.next_power_of_2(shape.state))
-    widest = block_p or (32 if wide or block_n > 128 else 64)
+    widest = widest or (32 if wide or block_n > 128 else 64)
     block_p = max(16, min(triton.next_power_of_2(shape.head_dim), widest))
     if rows:
         mamba2_prefill_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](

@@ -59,12 +59,14 @@ def _factor(config: dict[str, Any], field: str) -> float:
     return 1.0 if value is None else float(value)
 
 
-def _five(config: dict[str, Any]) -> tuple[float, ...]:
-    """On gate, x, B, C and step sizes; what goes in is multiplied too, which is the same for a product."""
+def _five(config: dict[str, Any]) -> tuple[float, ...] | None:
+    """On gate, x, B, C and step sizes; what goes in is multiplied too, which is the same for a product. None where
+    nothing changes."""
     whole = _factor(config, "ssm_in_multiplier")
     if config.get("mamba_proj_bias", False) and whole != 1.0:
         raise Unsupported(field="ssm_in_multiplier", expected="1 with mamba_proj_bias", actual=whole)
-    return tuple(whole * float(each) for each in config.get("ssm_multipliers") or (1.0,) * 5)
+    factors = tuple(whole * float(each) for each in config.get("ssm_multipliers") or (1.0,) * 5)
+    return None if all(factor == 1.0 for factor in factors) else factors
 
 
 FALCON_H1 = Family("FalconH1ForCausalLM", "falcon_h1", _describe)

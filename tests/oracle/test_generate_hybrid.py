@@ -54,7 +54,7 @@ KINDS = {
 }
 
 
-QUICK = ("gemma3", "lfm2", "gpt-oss", "falcon-h1")
+QUICK = ("gemma3", "gpt-oss", "falcon-h1")
 
 
 @pytest.fixture(

@@ -139,6 +139,22 @@ def requests(forest: Forest, contexts: list[bytes], repeats: int, diverge: bool)
     return samples
 
 
+def forks(forest: Forest, repeats: int) -> list[int]:
+    """64 receipts for what one of a long context covers."""
+    cache, made = forest.cache, []
+    receipt = cache.acquire(cache.match(NAMESPACE, forest.random.choice(forest.long)))
+    cache.copied(receipt)
+
+    def drop() -> None:
+        for fork in made:
+            cache.release(fork)
+        made.clear()
+
+    samples = measure(repeats, lambda: lambda: made.extend(cache.fork(receipt, 64)), drop)
+    cache.release(receipt)
+    return samples
+
+
 def request_rows(page_size: int, repeats: int) -> list[Row]:
     forest = Forest(page_size)
     settle()
@@ -157,19 +173,9 @@ def request_rows(page_size: int, repeats: int) -> list[Row]:
 
     add("request, 1k over 4 edges", requests(forest, forest.short, repeats, False), 15)
     add("request, 32k over 32 edges", requests(forest, forest.long, repeats // 4, False), 50)
+    add("fork n=64", forks(forest, repeats // 4), 100)
     long = forest.random.choice(forest.long)
     receipt = cache.acquire(cache.match(NAMESPACE, long))
-    forks: list = []
-
-    def prepare_fork() -> Callable[[], object]:
-        return lambda: forks.extend(cache.fork(receipt, 64))
-
-    def drop_forks() -> None:
-        for fork in forks:
-            cache.release(fork)
-        forks.clear()
-
-    add("fork n=64", measure(repeats // 4, prepare_fork, drop_forks), 100)
     add("receipt.pages, 32k over 32 edges", measure(repeats // 4, lambda: receipt.pages, lambda: None))
     cache.release(receipt)
     taken: list[np.ndarray | None] = []
@@ -192,36 +198,41 @@ def hybrid_rows(page_size: int, repeats: int) -> list[Row]:
         middle, tail = percentiles(requests(forest, contexts, count, False))
         case = f"page {page_size}, all components: request, {name}"
         rows += [at_most(case, "p50", middle, "us", target), Row(case, "p99", tail, "us")]
+    more = [
+        ("fork n=64", forks(forest, repeats // 4), 100),
+        ("epoch bump", measure(repeats // 4, lambda: cache.bump_epoch, lambda: None), 10),
+    ]
     for component in ("recurrent", "swa"):
         samples = measure(repeats, lambda name=component: lambda: cache.evict(1, name), lambda: None)
-        case = f"page {page_size}, all components: evict 1 of {component}"
-        rows += [
-            at_most(case, "p50", percentiles(samples)[0], "us", 12),
-            Row(case, "p99", percentiles(samples)[1], "us"),
-        ]
+        more.append((f"evict 1 of {component}", samples, 12))
+    for name, samples, target in more:
+        (middle, tail), case = percentiles(samples), f"page {page_size}, all components: {name}"
+        rows += [at_most(case, "p50", middle, "us", target), Row(case, "p99", tail, "us")]
     cache.check()
     return rows
 
 
-def evict_rows(page_size: int, repeats: int) -> list[Row]:
+def evict_rows(page_size: int, repeats: int, hybrid: bool = False) -> list[Row]:
     """Eviction among 50,000 leaves, half of which were used again after they were inserted."""
-    rows = []
+    rows, kind = [], ", all components" if hybrid else ""
     for victims, rounds in ((1, repeats), (16, repeats // 8), (64, repeats // 16)):
-        allocator = PageAllocator(60_000)
-        cache = PrefixCache(allocator, page_size)
+        allocator, window, slots = (PageAllocator(60_000) for _ in range(3))
+        more = (SlidingWindow(window, page_size, WINDOW), RecurrentState(slots)) if hybrid else ()
+        cache = PrefixCache(allocator, page_size, (FullAttention(allocator, page_size), *more))
         rng = random.Random(3)
         keys = [rng.randbytes(4 * page_size) for _ in range(50_000)]
         for again, wanted in ((False, keys), (True, rng.sample(keys, len(keys) // 2))):
             for tokens in wanted:
                 receipt = cache.acquire(cache.match(NAMESPACE, tokens))
                 if not again:
-                    pages = allocator.alloc(1)
-                    assert pages is not None, "the pool is large enough"
-                    cache.extend(receipt, tokens, pages)
+                    pages, windows, slot = allocator.alloc(1), window.alloc(1), slots.alloc(1)
+                    assert pages is not None and windows is not None and slot is not None, "pools are large enough"
+                    states = {"swa": windows, "recurrent": Snapshot(int(slot[0]), page_size)} if hybrid else None
+                    cache.extend(receipt, tokens, pages, states)
                 cache.release(receipt)
         settle()
         middle, tail = percentiles(measure(rounds, lambda n=victims, cache=cache: lambda: cache.evict(n), lambda: None))
-        case = f"page {page_size}: evict {victims} of 50,000 leaves"
+        case = f"page {page_size}{kind}: evict {victims} of 50,000 leaves"
         rows += [at_most(case, "p50", middle, "us", 10 + 2 * victims), Row(case, "p99", tail, "us")]
         cache.check()
     return rows
@@ -256,7 +267,12 @@ def main() -> None:
     for page_size in (64, 16):
         rows += request_rows(page_size, repeats)
         rows += hybrid_rows(page_size, repeats)
-    rows += [*evict_rows(64, repeats), interpreter_row(), *agent_rows(repeats * 5 // 8)]
+    rows += [
+        *evict_rows(64, repeats),
+        *evict_rows(64, repeats, hybrid=True),
+        interpreter_row(),
+        *agent_rows(repeats * 5 // 8),
+    ]
     report("radix_tree", rows, arguments.json)
 
 

@@ -24,7 +24,7 @@ class ReclaimQueue:
 
     def __init__(self) -> None:
         self.entries: dict[Node, tuple[Key, int, Node]] = {}
-        """By node, for asking whether it is here; what is in the heap and not here is stale."""
+        """By node, for asking whether it is here and for taking it out; what is in the heap alone is stale."""
         self._heap: list[tuple[Key, int, Node]] = []
         self._puts = 0
 

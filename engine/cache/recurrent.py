@@ -138,8 +138,9 @@ class RecurrentState(Component):
         self.placed(node)
 
     def removed(self, nodes: list[Node]) -> None:
+        entries = self._queue.entries
         for node in nodes:
-            self._queue.remove(node)
+            entries.pop(node, None)
 
     def worth(self, node: Node) -> int:
         """Tokens between the node's end and the nearest snapshot above it."""
@@ -168,7 +169,9 @@ class RecurrentState(Component):
         self.allocator.free(np.array(pieces, np.int32), _TREE)
 
     def drop(self, values: list[NodeState]) -> None:
-        self.release([data.slot for data in values if data.slot])
+        slots = [data.slot for data in values if data.slot]
+        if slots:
+            self.release(slots)
 
     def evict(self, tree: RadixTree, want: int) -> int:
         freed = 0

@@ -205,8 +205,9 @@ class SlidingWindow(Component):
         self._enqueue(node, node.data[self.index])
 
     def removed(self, nodes: list[Node]) -> None:
+        entries = self._queue.entries
         for node in nodes:
-            self._queue.remove(node)
+            entries.pop(node, None)
 
     def _offer(self, payload: np.ndarray | None, start: int, end: int) -> tuple[np.ndarray, int]:
         """The ids for payload tokens [start, end), and how many are missing before the first."""
@@ -235,7 +236,8 @@ class SlidingWindow(Component):
         self.allocator.free(_joined(pieces), _TREE)
 
     def drop(self, values: list[WindowPages]) -> None:
-        self.release([data.live for data in values])
+        ids = b"".join([data.ids[4 * data.holes :] for data in values])
+        self.allocator.free(np.frombuffer(ids, _INT32), _TREE)
 
     def evict(self, tree: RadixTree, want: int) -> int:
         """Nodes least recently used first, each from its start, up to what receipts look at."""

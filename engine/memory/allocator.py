@@ -108,6 +108,7 @@ class PageAllocator:
         """Give pages held as `owner` back. All or nothing; raises `OwnershipError`."""
         assert owner, "pages that are free cannot be freed"
         filled, stop_of, start_of = self._map, self._stop_of, self._start_of
+        bins = self._bins
         for start, stop in self._runs(ids, owner):
             if stop - start == 1:
                 filled[start] = 0
@@ -124,7 +125,7 @@ class PageAllocator:
             stop_of[start] = stop
             start_of[stop] = start
             order = (stop - start).bit_length() - 1
-            self._bins[order][stop] = None
+            bins[order][stop] = None
             self._filled |= 1 << order
         self._counts[owner] -= len(ids)
         self._counts[0] += len(ids)
@@ -230,7 +231,13 @@ class PageAllocator:
             runs = [(first, first + n)]
         else:
             assert ids.dtype == np.int32, f"page ids: expected int32, got {ids.dtype}"
-            runs = _runs_of_few(ids.tolist()) if n <= _FEW else _runs_of_many(np.sort(ids))
+            if n > _FEW:
+                ordered = np.sort(ids)
+                runs = _runs_of_many(ordered)
+                if 0 < ordered[0] and ordered[-1] < total and bool((self.states[ordered] == owner).all()):
+                    return runs
+            else:
+                runs = _runs_of_few(ids.tolist())
         for start, stop in runs:
             if start <= 0 or stop > total or self._map.count(owner, start, stop) != stop - start:
                 raise self._not_owned(range(start, stop), owner)

@@ -234,7 +234,7 @@ class PageAllocator:
             if n > _FEW:
                 ordered = np.sort(ids)
                 runs = _runs_of_many(ordered)
-                if 0 < ordered[0] and ordered[-1] < total and bool((self.states[ordered] == owner).all()):
+                if ordered[0] > 0 and ordered[-1] < total and bool((self.states[ordered] == owner).all()):
                     return runs
             else:
                 runs = _runs_of_few(ids.tolist())

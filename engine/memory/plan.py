@@ -130,8 +130,9 @@ def divide(needs: Needs, wanted: Wanted, available: int) -> MemoryPlan:
 
 
 def window_least(needs: Needs, wanted: Wanted) -> int:
-    """Window tokens that running rows and a prompt being computed may need at once."""
-    row = needs.window + wanted.lookahead + 2 * wanted.page_size
+    """Window tokens that running rows and a prompt being computed may need at once. A row has its own window and
+    holds the one before its cached prefix ends."""
+    row = 2 * needs.window + wanted.lookahead + 2 * wanted.page_size
     return wanted.max_running * row + wanted.prefill_tokens
 
 

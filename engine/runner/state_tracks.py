@@ -19,7 +19,7 @@ from engine.memory.request_table import RequestTable
 from engine.memory.state_pool import UNKNOWN, StatePool
 from engine.memory.transfer import staged
 from engine.request import Sample
-from engine.runner.stepper import BurstResult, HostResult, Stepper
+from engine.runner.stepper import BurstResult, HostResult, StepModes, Stepper
 
 
 class StateRows:
@@ -135,13 +135,17 @@ class TrackedResult:
 
 
 class WithoutAdapters:
-    """Bursts of `captured` steps, which know no adapters; those with any are run by `eager`."""
+    """Bursts of `captured` steps, which know no adapters; those with any are run by `eager`, which does not count
+    tokens on the device: rows whose logits are edited stay with it from then on."""
 
     def __init__(self, captured: Stepper, eager: Stepper, tracks: StateTracks | None) -> None:
         self._captured, self._eager, self._tracks = captured, eager, tracks
+        self._counts = True
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
-        if all(sample.group.lease is None for sample in samples):
+        plain = all(sample.group.lease is None for sample in samples)
+        self._counts = self._counts and plain
+        if plain and (self._counts or not StepModes.of(samples).edits):
             return self._captured.run(samples, slots, steps)
         if self._tracks is not None:
             self._tracks.forget(slots)

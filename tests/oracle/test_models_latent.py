@@ -35,3 +35,23 @@ def test_ties_at_the_cut_go_to_the_lowest_positions() -> None:
     scores_QS = torch.tensor([[0.0, 2.0, -0.0, 0.0, 2.0, 9.0], [1.0, 1.0, 1.0, 5.0, 9.0, 9.0], [-1.0, 3, 0, 0, 0, 0]])
     chosen_QK = choose_tokens(scores_QS, torch.tensor([5, 4, 2]), 3)
     assert chosen_QK.tolist() == [[0, 1, 4], [0, 1, 3], [0, 1, -1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["v3", "glm-16"])
+def test_deterministic_rows_keep_their_bits_beside_others(kind: str, dtype: torch.dtype) -> None:
+    model_type, overrides = shape(kind)
+    reference = tiny_reference(model_type, **overrides)
+    correct_gates(reference)
+    model, found = engine_copy(reference, dtype), []
+    for mates in (0, 1, 2, 3, 5, 9):
+        harness = Harness(model, backend="auto", deterministic=True, seed=mates)
+        row = harness.row(random_ids(31, 1))
+        others = [harness.row(random_ids(10 + 3 * i, 50 + i)) for i in range(mates)]
+        for each in (row, *others):
+            harness.prefill(each)
+            each.ids.append(7)
+        harness.step([*others[: mates // 2], row, *others[mates // 2 :]], [])
+        found.append(row.logits[-1])
+    assert all(torch.equal(each, found[0]) for each in found)

@@ -9,7 +9,7 @@ import torch
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.recurrent_models import save_recurrent
 from tests.unit.dspark.replay_scripts import MIXERS, play
-from tests.unit.dspark.served import dspark
+from tests.unit.dspark.served import dspark, save_random
 
 pytestmark = pytest.mark.gpu
 
@@ -24,11 +24,11 @@ def test_random_scripts_leave_outputs_and_states_of_plain_steps(kind, dtype):
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "qwen3_5_text"])
 def test_tokens_are_those_without_drafts(kind, loop, tmp_path):
     """Rounds of the serial loop alone, and between captured bursts."""
-    folder = save_recurrent(tmp_path, kind)
+    folder, drafter = save_recurrent(tmp_path, kind), save_random(tmp_path / "drafter", num_target_layers=3)
     repeats = np.tile(prompt(6, 30), 4)
     requests = [ask("g", repeats, n=2, max_new=32), ask("h", prompt(9), temperature=1.0, seed=3, max_new=32)]
     plain = make_engine(folder, device="cuda", loop=loop)
-    drafting = make_engine(folder, device="cuda", loop=loop, dspark=dspark("ngram"))
+    drafting = make_engine(folder, device="cuda", loop=loop, dspark=dspark(drafter))
     for _ in range(2):
         for group, other in zip(drafting.generate(requests), plain.generate(requests), strict=True):
             for sample, expected in zip(group.samples, other.samples, strict=True):

@@ -64,6 +64,22 @@ def test_a_window_gives_up_what_lies_before_it_first() -> None:
     assert bench.window.count(PageState.TREE) == 10
 
 
+def test_windows_at_ends_of_nodes_outlive_what_lies_before_them() -> None:
+    """However long ago an end was used: pages inside a prompt's edge go first, and the ends last, oldest first."""
+    bench = Bench()
+    old, new = ids(range(24)), ids(range(100, 140))
+    bench.serve(old)
+    bench.serve(new)
+    assert bench.cache.evict(12, "swa") == 12 and bench.window.count(PageState.TREE) == 4
+    assert bench.hit(old) == (24, 24, "") and bench.hit(new) == (40, 40, "")
+    assert bench.cache.evict(1, "swa") == 1
+    assert bench.hit(old) == (24, 0, "swa") and bench.hit(new) == (40, 40, "")
+    kept = bench.serve(new, keep=True)
+    pages = bench.swa.trailing(kept, 3)
+    assert pages[0] == 0 and np.all(pages[1:] == np.flatnonzero(bench.window.states == PageState.TREE)[-2:])
+    bench.cache.release(kept)
+
+
 def test_what_a_receipt_has_moved_on_from_can_be_given_up() -> None:
     """Pages that were in use when others of their node went are found again, though nobody releases them."""
     bench = Bench()

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.sample_bounds import TILES_EACH as BOUNDED_EACH
 from engine.kernels.sample_bounds import sample_bounds_kernel
 from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace
@@ -104,8 +105,10 @@ def sample_pick_kernel(
     bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ids_ptr, raw_ptr, scaled_ptr, processed_ptr, lse_ptr,
     score_ptr, bad_ptr, entropy_ptr, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr,
-    EVERY: tl.constexpr, ENTROPY: tl.constexpr,
+    EVERY: tl.constexpr, ENTROPY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
     if slot < 0:
@@ -259,9 +262,10 @@ def sample_rows(
     stats, record = workspace.stats_BNT, workspace.record_BR
     modes = dict(TILE=tile, HAS_SLOTS=columns.slots_B is not None, EDITS=edits is not None, enable_fp_fusion=False)
     wants = dict(DEFINED=columns.definition_S is not None, EVERY=every or entropy, ENTROPY=entropy)
-    warps = warps or Warps()
+    warps, early = warps or Warps(), is_early(logits_BV)
+    overlap = dict(EARLY=early, **options(early))
     sample_scan_kernel[(tiles, rows)](
-        logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants,
+        logits_BV, stats, workspace.maxima_BT, *head, definition, *changes, *shape, **modes, **wants, **overlap,
         num_warps=warps.scan or max(1, tile // 1024),
     )  # fmt: skip
     modes["TILES"] = triton.next_power_of_2(tiles)
@@ -271,7 +275,7 @@ def sample_rows(
     sample_pick_kernel[(rows,)](
         logits_BV, stats, record, *head, definition, *changes,
         *columns_out, out.entropy_B if entropy else nothing, *shape,
-        **modes, **wants, num_warps=warps.pick,
+        **modes, **wants, **overlap, num_warps=warps.pick,
     )  # fmt: skip
     return out
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, release_next
 from engine.kernels.fast_math import fast_exp2
 from engine.kernels.philox import noise_words
 from engine.kernels.sample_columns import PARTS as _PARTS
@@ -126,8 +127,10 @@ def sample_scan_kernel(
     seed_ptr, position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
     bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr, EVERY: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    ENTROPY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)

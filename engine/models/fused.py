@@ -21,6 +21,7 @@ from engine.kernels.adapted_sum import Adapted
 from engine.kernels.adapted_tile import MAX_RANK
 from engine.kernels.early import is_early
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.embedding_norm import embedding_norm
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import segments_of
@@ -98,14 +99,16 @@ class FusedForward:
             slots = [window_slots_T if self._pool.windowed(i) else write_slots_T for i in range(len(slots))]
         decoder, layers = self._model.model, self._layers
         captured = {} if capture is None else capture
-        residual_TD = self.embed(ids_T)
-        if adapters is not None:
+        norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
+        if adapters is None:
+            residual_TD, x = self.embed(ids_T, norms[0])
+            kind = self.kind(residual_TD)
+        else:
+            residual_TD = embedding_gather(ids_T, decoder.embed_tokens.weight)
             adapters.add_embedding_(0, ids_T, residual_TD)
             if self._rides_along(adapters, residual_TD):
                 return self._adapted.hidden(adapters, residual_TD, positions_T, slots, attend, capture)
-        norms = [self._norm(layer.input_layernorm) for layer in layers] + [self._norm(decoder.norm)]
-        kind = Rows.MANY if adapters is not None else self.kind(residual_TD)
-        x = residual_TD if kind is Rows.ONE else rms_norm(residual_TD, norms[0].weight_K, self._eps)
+            kind, x = Rows.MANY, rms_norm(residual_TD, norms[0].weight_K, self._eps)
         for index, layer in enumerate(layers):
 
             def mix(qkv_TE: torch.Tensor, index: int = index) -> torch.Tensor:
@@ -129,9 +132,9 @@ class FusedForward:
             return x
         return rms_norm(residual_TD, decoder.norm.weight, self._eps)
 
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, D]; zeros for padding."""
-        return embedding_gather(ids_T, self._model.model.embed_tokens.weight)
+    def embed(self, ids_T: torch.Tensor, norm: InputNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the embedding [T, D], zeros for padding, and normed ones."""
+        return embedding_norm(ids_T, self._model.model.embed_tokens.weight, norm.weight_K, norm.eps)
 
     def _one_row(self, layer: DecoderLayer, residual_1D: torch.Tensor, onto_1D: torch.Tensor, mix: Mix) -> None:
         attention, mlp = layer.self_attn, layer.mlp

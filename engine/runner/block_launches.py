@@ -145,8 +145,7 @@ class BlockLaunches:
         eps = model.spec.backbone.rms_eps
         layers = [cast(DraftLayer, layer) for layer in model.layers]
         norms = [layer.input_layernorm.weight for layer in layers[1:]] + [model.norm.weight]
-        residual_TD = forward.embed(self.block.ids_T)
-        x = rms_norm(residual_TD, layers[0].input_layernorm.weight, eps)
+        residual_TD, x = forward.embed(self.block.ids_T, InputNorm(layers[0].input_layernorm.weight, eps))
         few = forward.kind(residual_TD) is Rows.FEW
         for index, layer in enumerate(layers):
             if few:

@@ -29,6 +29,7 @@ from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select
 from engine.kernels.embedding_gather import embedding_gather
+from engine.kernels.embedding_norm import embedding_norm
 from engine.kernels.expert_gate import expert_gate
 from engine.kernels.expert_rows import ExpertRows, expert_down, expert_gate_up
 from engine.kernels.gdn_decode import gdn_decode
@@ -84,6 +85,7 @@ def elementwise(capability: int) -> None:
     add_rms_norm(x, x.clone(), x[0], 1e-6)
     silu_and_mul(x)
     embedding_gather(torch.zeros(2, dtype=torch.int64), x)
+    embedding_norm(torch.zeros(2, dtype=torch.int64), x, x[0], 1e-6)
 
 
 def rope(capability: int) -> None:

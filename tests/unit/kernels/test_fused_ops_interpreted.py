@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.embedding_gather import embedding_gather, embedding_gather_reference
+from engine.kernels.embedding_norm import embedding_norm, embedding_norm_reference
 from engine.kernels.gemv import GemvConfig, InputNorm, gemv, gemv_reference
 from engine.kernels.invariant_matmul import (
     Partials,
@@ -59,6 +60,9 @@ def test_add_rms_norm_replaces_the_residual():
     out, stream = add_rms_norm(x, kept, weight, 1e-6, poison(3, 96))
     assert stream is kept and torch.equal(kept, total)
     close(out, normed)
+    elsewhere = poison(3, 96)
+    assert add_rms_norm(x, residual, weight, 1e-6, total=elsewhere)[1] is elsewhere
+    assert torch.equal(elsewhere, total) and not torch.equal(residual, total)
 
 
 @pytest.mark.parametrize("width", [32, 1100])
@@ -72,6 +76,10 @@ def test_embedding_gather():
     out = embedding_gather(ids, weight, poison(4, 96), max_block=64)
     assert torch.equal(out, embedding_gather_reference(ids, weight))
     assert torch.equal(out[1], torch.zeros(96))
+    norm = noise(96, seed=1)
+    rows, normed = embedding_norm(ids, weight, norm, 1e-6)
+    assert torch.equal(rows, out)
+    close(normed, embedding_norm_reference(ids, weight, norm, 1e-6)[1])
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -122,7 +130,11 @@ def test_products_of_few_rows_and_the_norm_between(rows, config):
     residual, norm, bias = noise(rows, 80, seed=3), InputNorm(noise(80, seed=4), 1e-6), noise(80, seed=5)
     expected = gemv_reference(x, first, bias, residual_1N=residual)
     second_config = replace(config, inputs=16)
+    before, apart = residual.clone(), poison(rows, 80)
+    skinny_matmul_then_norm(x, first, bias, residual, norm, config, out=apart)
+    assert torch.equal(residual, before)
     unscaled = skinny_matmul_then_norm(x, first, bias, residual, norm, config)
+    assert torch.equal(residual, apart)
     torch.testing.assert_close(residual, expected, atol=1e-4, rtol=1e-5)
     gated = skinny_matmul(unscaled, second, gated=True, out=poison(rows, 18), config=second_config)
     torch.testing.assert_close(gated, gemv_reference(expected, second, norm=norm, gated=True), atol=1e-4, rtol=1e-4)

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.dspark.config import DSparkConfig
+from engine.errors import Corrupt
+from engine.memory.allocator import PageState
 from tests.oracle.latent_models import correct_gates, index, shape
 from tests.oracle.ties import stable_ties  # noqa: F401
 from tests.support import (
@@ -116,7 +118,8 @@ def test_forks_retraction_and_eviction(folders, kind, loop):
 def test_drafts_that_are_refused_leave_nothing(folders, kind):
     """Index keys of refused drafts lie in pages that go on and are published: the next turn hits them."""
     oracle = Oracle(folders[kind])
-    engine = scripted_engine(folders[kind], Scripted(oracle, lambda slot, number: (4, 2, 0, 1)[number % 4]))
+    drafter = Scripted(oracle, lambda slot, number: (4, 2, 0, 1)[number % 4])
+    engine = scripted_engine(folders[kind], drafter, canary=1)
     timeless(engine)
     (first,) = engine.generate([ask("g", prompt(7), max_new=16)])
     assert_sample_is_reference(folders[kind], prompt(7), first.samples[0], 16)
@@ -127,6 +130,17 @@ def test_drafts_that_are_refused_leave_nothing(folders, kind):
     assert second.hit.usable == 20
     assert_sample_is_reference(folders[kind], longer, second.samples[0], 4)
     engine.check()
+
+
+def test_a_stray_write_to_a_cached_index_key_is_found(folders):
+    engine = make_engine(folders["glm-16"], canary=1)
+    engine.generate([ask("g", prompt(13), max_new=4)])
+    pages = engine._parts.pages
+    held = int(np.flatnonzero(pages.allocator.states == int(PageState.TREE))[0])
+    pages.pool.index_keys(0)[held * 4 + 3, 5] += 0.5
+    assert engine._parts.canary is not None
+    with pytest.raises(Corrupt, match=f"full {held}"):
+        engine._parts.canary.look()
 
 
 @pytest.mark.parametrize(("kind", "loop"), RUNS)

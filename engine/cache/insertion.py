@@ -166,7 +166,9 @@ class Insertion:
             self._adopt([kept for _, kept, _ in offers])
             for pieces, (_, _, spare) in zip(self.surplus, offers, strict=True):
                 pieces.extend(spare)
-            self._replace(node, [value for value, _, _ in offers])
+            values = [value for value, _, _ in offers]
+            if any(value is not known for value, known in zip(values, node.data, strict=True)):
+                self._replace(node, values)
             node = parent
 
     def _replace(self, node: Node, data: list[Any]) -> None:
@@ -174,10 +176,12 @@ class Insertion:
 
         def undo() -> None:
             node.data = old
+            self.tree.changes += 1
             self.tree.settle(node)
 
         self.undo.append(undo)
         node.data = data
+        self.tree.changes += 1  # hits may end here that could not before
         self.tree.settle(node)
 
     def _adopt(self, pieces: list[list[Any]]) -> None:

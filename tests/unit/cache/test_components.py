@@ -134,3 +134,16 @@ def test_a_state_is_held_until_it_is_copied() -> None:
     for each in (receipt, fork):
         bench.cache.release(each)
     bench.cache.check()
+
+
+def test_what_was_filled_in_since_a_match_is_used() -> None:
+    bench = Bench()
+    context = ids(range(16))
+    bench.serve(context, holes=2)
+    assert bench.cache.evict(2, "swa") == 2
+    found = bench.cache.match(BASE, context)
+    assert (found.structural, found.usable) == (16, 0)
+    bench.serve(context)
+    receipt = bench.cache.acquire(found)
+    assert receipt.length == 16, "nothing was added to the tree but pages of a window"
+    bench.cache.release(receipt)

@@ -23,6 +23,7 @@ from engine.kernels.adapted_tile import (
     factor_columns,
     factor_rows,
     norm_factor,
+    plane_squares,
     summed,
     tables,
     tile_rows,
@@ -31,6 +32,7 @@ from engine.kernels.adapted_tile import (
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.swiglu import silu, silu_and_mul_reference
 from lora.kernel_step import KernelStep
+from lora.kernels.early import held
 from lora.kernels.expand import lora_expand_reference
 from lora.kernels.shrink import lora_shrink_reference
 
@@ -92,12 +94,17 @@ def adapted_gate_kernel(
     if count > 0:
         real_MN = real_M1 & real_N[None, :]
         gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
-        gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0).to(tl.float32)
-        up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0).to(tl.float32)
+        gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0)
+        up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0)
         gate_h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
         up_h_MR = summed(h_ptr, 1, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
         if SQUARES > 0:
-            factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+            squares_MP = plane_squares(squares_ptr, row_M, real_M1, SQUARES, WIDE)
+        gate_b_NR, up_b_NR = held(gate_b_NR, EARLY), held(up_b_NR, EARLY)
+        gate_MN, up_MN = held(gate_MN, EARLY).to(tl.float32), held(up_MN, EARLY).to(tl.float32)
+        gate_h_MR, up_h_MR = held(gate_h_MR, EARLY), held(up_h_MR, EARLY)
+        if SQUARES > 0:
+            factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
             gate_MN, up_MN = gate_MN * factor_M1, up_MN * factor_M1
             gate_h_MR, up_h_MR = gate_h_MR * factor_M1, up_h_MR * factor_M1
         if BIASED:
@@ -107,7 +114,8 @@ def adapted_gate_kernel(
         up_MN += tl.dot(up_h_MR.to(up_b_NR.dtype), tl.trans(up_b_NR), input_precision="ieee") * up_scale
         inner_MN = (silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)).to(dtype)
         tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN, mask=real_MN)
-        if SHRINK:  # noqa: SIM102
+        if SHRINK:
+            a_RN = held(a_RN, EARLY)
             # In a block of its own: chained to the products above, every warp would compute all of those.
             if next_rank > 0:
                 next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
@@ -134,7 +142,7 @@ def adapted_gate(
     assert gate_up_T2I.is_contiguous() and parts == 2, f"contiguous rows of two parts, got {parts}"
     assert pool.geometry.widths(adapted.site) == (inner, inner), f"site {adapted.site} is not {inner} wide"
     best = choice(tiles)
-    chosen, next_planes = columns(best.gate_block, rank, inner, block)
+    chosen, next_planes = columns(best.gate_block, rank, tiles, inner, block)
     out_TI = gate_up_T2I.new_empty(tokens, inner)
     next_h_PGAR = out_TI if next_site is None else step.work(next_site % 2, next_planes, 1)
     squares = 0 if squares_TP is None else squares_TP.shape[1]

@@ -18,10 +18,20 @@ import triton
 import triton.language as tl
 
 from engine.kernels.adapted_sum import Adapted
-from engine.kernels.adapted_tile import choice, factor_rows, norm_factor, summed, tables, tile_rows, with_ones
+from engine.kernels.adapted_tile import (
+    choice,
+    factor_rows,
+    norm_factor,
+    plane_squares,
+    summed,
+    tables,
+    tile_rows,
+    with_ones,
+)
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write_reference
 from lora.kernel_step import KernelStep
+from lora.kernels.early import held
 from lora.kernels.expand import lora_expand_reference
 
 
@@ -85,8 +95,8 @@ def adapted_rope_kernel(
     second_b_ER = factor_rows(values_ptr, offset, head * H + H // 2, at, real_E & active, rank, R, MIXED)
     if NORM:
         weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
-        first_weight = tl.load(weight_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
-        second_weight = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
+        first_weight_E = tl.load(weight_ptr, mask=real_E, other=0.0)
+        second_weight_E = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0)
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
@@ -95,16 +105,24 @@ def adapted_rope_kernel(
         pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
         real_ME = real_M1 & real_E[None, :]
         qkv_ME_ptr = qkv_ptr + row_M[:, None] * ((N + 2 * K) * H) + head * H + at[None, :]
-        first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0).to(tl.float32)
-        second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0).to(tl.float32)
+        first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0)
+        second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0)
+        squares_MP = plane_squares(squares_ptr, row_M, real_M1, SQUARES, WIDE)
+        h_MR = summed(h_ptr, part, entry_M, real_M1 & active, h_rows, PLANES, 3, R)
         turned_ME = real_ME & (head < N + K)
         table_ME = position_M1 * H + at[None, :]
-        first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0).to(tl.float32)
-        first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0).to(tl.float32)
-        second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0).to(tl.float32)
-        second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0).to(tl.float32)
-        h_MR = summed(h_ptr, part, entry_M, real_M1 & active, h_rows, PLANES, 3, R)
-        factor_M1 = norm_factor(squares_ptr, row_M, real_M1, eps, D, SQUARES, WIDE)
+        first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0)
+        first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0)
+        second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
+        second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
+        first_b_ER, second_b_ER, h_MR = held(first_b_ER, EARLY), held(second_b_ER, EARLY), held(h_MR, EARLY)
+        first, second = held(first, EARLY).to(tl.float32), held(second, EARLY).to(tl.float32)
+        first_cos, first_sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
+        second_cos, second_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
+        factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
+        if NORM:
+            first_weight = held(first_weight_E, EARLY).to(tl.float32)[None, :]
+            second_weight = held(second_weight_E, EARLY).to(tl.float32)[None, :]
         first, second, h_MR = first * factor_M1, second * factor_M1, h_MR * factor_M1
         if BIAS:
             bias_E_ptr = bias_ptr + head * H + at

@@ -29,6 +29,7 @@ from engine.kernels.adapted_tile import (
 )
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from lora.kernel_step import KernelStep
+from lora.kernels.early import held
 from lora.kernels.expand import lora_expand_reference
 from lora.kernels.shrink import lora_shrink_reference
 
@@ -84,7 +85,7 @@ def adapted_sum_kernel(
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
     n = plane * BN + tl.arange(0, BN)
     real_N = n < D
-    weight_N = tl.load(weight_ptr + n, mask=real_N, other=0.0).to(tl.float32)
+    weight_N = tl.load(weight_ptr + n, mask=real_N, other=0.0)
     here = slot * sites + site
     rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
     scale = tl.load(scales_ptr + here * 3)
@@ -110,21 +111,27 @@ def adapted_sum_kernel(
     if count > 0:
         real_MN = real_M1 & real_N[None, :]
         at_MN = row_M[:, None] * D + n[None, :]
-        sum_MN = tl.load(residual_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
+        sum_MN = tl.load(residual_ptr + at_MN, mask=real_MN, other=0.0)
         if ADD:
-            y_MN = tl.load(y_ptr + at_MN, mask=real_MN, other=0.0).to(tl.float32)
+            y_MN = tl.load(y_ptr + at_MN, mask=real_MN, other=0.0)
             h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 1, R)
+            b_NR, y_MN, h_MR = held(b_NR, EARLY), held(y_MN, EARLY), held(h_MR, EARLY)
+        sum_MN = held(sum_MN, EARLY).to(tl.float32)
+        wide_weight_N = held(weight_N, EARLY).to(tl.float32)
+        if ADD:
+            y_MN = y_MN.to(tl.float32)
             if BIASED:
                 h_MR = with_ones(h_MR, ranks_ptr, here, 0, R)
             y_MN += tl.dot(h_MR.to(b_NR.dtype), tl.trans(b_NR), input_precision="ieee") * scale
             rounded_MN = (sum_MN + y_MN.to(dtype).to(tl.float32)).to(residual_ptr.dtype.element_ty)
             tl.store(residual_ptr + at_MN, rounded_MN, mask=real_MN)
             sum_MN = rounded_MN.to(tl.float32)
-        x_MN = (sum_MN * weight_N[None, :]).to(dtype)
+        x_MN = (sum_MN * wide_weight_N[None, :]).to(dtype)
         tl.store(out_ptr + at_MN, x_MN, mask=real_MN)
         squares_M1 = tl.sum(sum_MN * sum_MN, 1)[:, None]
         tl.store(squares_ptr + row_M[:, None] * NEXT_PLANES + plane, squares_M1, mask=real_M1)
-        if PARTS > 0:  # noqa: SIM102 (known when compiled; the next is not)
+        if PARTS > 0:
+            a_GN = held(a_GN, EARLY)
             if next_rank > 0:
                 h_MG = tl.dot(x_MN.to(a_GN.dtype), tl.trans(a_GN), input_precision="ieee")
                 at_MG = ((plane * PARTS + part_G) * h_rows)[None, :] + entry_M[:, None]
@@ -148,7 +155,7 @@ def adapted_sum(
     assert residual_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous()), "rows must be contiguous"
     assert (y_TD is None) == (before is None), "a product and its site come together"
     best = choice(tiles)
-    chosen, planes = columns(best.sum_block, variant.rank, width, block)
+    chosen, planes = columns(best.sum_block, variant.rank, tiles, width, block)
     parts = 0 if next_site is None else len(pool.geometry.widths(next_site))
     x_TD = torch.empty_like(residual_TD)
     squares_TP = torch.empty(tokens, planes, dtype=torch.float32, device=x_TD.device)

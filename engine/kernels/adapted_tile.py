@@ -33,9 +33,9 @@ TOGETHER = tl.constexpr(32)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Columns and warps of each launch's programs for factors of rank 16 (columns fall as ranks rise, so that a
-    program holds as much), and into how many pieces the first product that is a launch of its own cuts its
-    inputs."""
+    """Columns and warps of each launch's programs for factors of rank 16 (columns fall as ranks and a tile's
+    rows rise, so that a program holds as much), into how many pieces the first product that is a launch of its
+    own cuts its inputs, and whether that runs beside the model's product of the same inputs."""
 
     sum_block: int
     sum_warps: int
@@ -44,6 +44,7 @@ class Choice:
     rope_warps: int
     splits: int
     shrink_warps: int
+    beside: bool = False
 
 
 CHOICES = (
@@ -58,9 +59,9 @@ def choice(tiles: Tiles) -> Choice:
     return next(found for most, found in CHOICES if tiles.num_tiles <= most)
 
 
-def columns(block: int, rank: int, width: int, exact: int | None = None) -> tuple[int, int]:
-    """Columns of a program, `block` for few ranks and `exact` if given, and how many such there are."""
-    found = exact or max(MIN_BLOCK, min(block * 16 // max(16, rank), triton.next_power_of_2(width)))
+def columns(block: int, rank: int, tiles: Tiles, width: int, exact: int | None = None) -> tuple[int, int]:
+    """Columns of a program, `block` for few ranks and rows and `exact` if given, and how many such there are."""
+    found = exact or max(MIN_BLOCK, min(block * 16 // max(16, rank, tiles.block), triton.next_power_of_2(width)))
     return found, triton.cdiv(width, found)
 
 
@@ -123,12 +124,16 @@ def summed(
 
 
 @triton.jit
-def norm_factor(squares_ptr, row_M, real_M1, eps, D: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr):
-    """The factor [M, 1] of a norm over D values whose squares are summed in `squares_ptr` [T, P]."""
+def plane_squares(squares_ptr, row_M, real_M1, PLANES: tl.constexpr, WIDE: tl.constexpr):
+    """Sums of squares [M, P] of the rows, from [T, P]."""
     plane = tl.arange(0, WIDE)
-    squares_MP = tl.load(
-        squares_ptr + row_M[:, None] * PLANES + plane[None, :], mask=real_M1 & (plane < PLANES)[None, :], other=0.0
-    )
+    real_MP = real_M1 & (plane < PLANES)[None, :]
+    return tl.load(squares_ptr + row_M[:, None] * PLANES + plane[None, :], mask=real_MP, other=0.0)
+
+
+@triton.jit
+def norm_factor(squares_MP, eps, D: tl.constexpr):
+    """The factor [M, 1] of a norm over D values."""
     return tl.rsqrt(tl.sum(squares_MP, 1) * (1.0 / D) + eps)[:, None]
 
 

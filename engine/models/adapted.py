@@ -9,7 +9,8 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -51,6 +52,7 @@ class AdaptedLayers:
         self._norms = norms
         self._product = product
         self._eps = model.spec.rms_eps
+        self._stream: torch.cuda.Stream | None = None
 
     def hidden(
         self,
@@ -95,10 +97,25 @@ class AdaptedLayers:
         output = layer.self_attn.o_proj
         best = choice(step.tiles)
         splits = max(1, min(best.splits, out_TE.shape[1] // SPLIT_INPUTS))
-        adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits, best.shrink_warps))
+        with self._beside(best.beside and out_TE.is_cuda) as join:
+            adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits, best.shrink_warps))
         y_TD = self._product(out_TE, output.weight, output.bias)
+        join()
         weight_D, site = layer.post_attention_layernorm.weight, layer.mlp.gate_up_proj.site
         return adapted_sum(step, y_TD, adapted, residual_TD, weight_D, site)
+
+    @contextmanager
+    def _beside(self, apart: bool) -> Iterator[Callable[[], None]]:
+        """Launches on a stream of their own if `apart`; whoever reads what they write calls what is given first."""
+        if not apart:
+            yield lambda: None
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._pool.device)
+        side, main = self._stream, torch.cuda.current_stream(self._pool.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            yield lambda: main.wait_stream(side)
 
     def _block(self, step: KernelStep, layer: DecoderLayer, stream: Stream) -> tuple[torch.Tensor, Adapted | None]:
         gates, down = layer.mlp.gate_up_proj, layer.mlp.down_proj

@@ -1,7 +1,7 @@
 """Launches that overlap the kernel before them, as the adapters' kernels use them.
 
-Owns the launch option, for the engine's kernels too, and the two device calls, for compute capability
-9.0 and newer. The rules that keep a
+Owns the launch option, for the engine's kernels too, and the device calls, for compute capability
+9.0 and newer, `held` among them. The rules that keep a
 chain of such launches right are the engine's (`engine.kernels.early`), which this package cannot import:
 every program waits before its first dependent access and before it leaves, only then lets the next
 launch in, and reads nothing earlier but what was written two or more launches back.
@@ -39,3 +39,15 @@ def await_launch(EARLY: tl.constexpr):
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def held(x, EARLY: tl.constexpr):
+    """`x`, no part of which is touched before this line. The compiler moves a change of layout up to the load it
+    belongs to, where it waits for memory, and no later load passes its barriers: so every load comes first,
+    then this of each."""
+    if EARLY:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", args=[x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
+        )
+    return x

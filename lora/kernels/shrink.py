@@ -20,7 +20,7 @@ import triton.language as tl
 
 from lora.device_pool import DevicePool
 from lora.geometry import Kind
-from lora.kernels.early import await_launch, is_early, options
+from lora.kernels.early import await_launch, held, is_early, options
 from lora.segments import Tiles
 
 SPAN = 1024
@@ -101,6 +101,7 @@ def lora_shrink_kernel(
         await_launch(EARLY)
         if active:
             x_MK = tl.load(x_MK_ptr, mask=real_M1 & real_1K, other=0.0)
+            x_MK, a_RK = held(x_MK, EARLY), held(a_RK, EARLY)
             tl.store(h_ptr + at_MR, tl.dot(x_MK, tl.trans(a_RK), input_precision="ieee"), mask=real_M1)
     else:
         await_launch(EARLY)

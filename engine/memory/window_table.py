@@ -11,32 +11,33 @@ import numpy as np
 
 
 class WindowTable:
-    """`pages_SP` int32 [num_slots, max_pages]; row s has pages in columns [firsts_S, ends_S), 0 elsewhere."""
+    """`pages_SP` int32 [num_slots, max_pages]; row s has pages in columns [firsts[s], ends[s]), 0 elsewhere."""
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.pages_SP = np.zeros((num_slots, max_pages), dtype=np.int32)
-        self.firsts_S = np.zeros(num_slots, dtype=np.int64)
-        self.ends_S = np.zeros(num_slots, dtype=np.int64)
+        # Asked for every row of every step: lists answer faster than arrays.
+        self.firsts = [0] * num_slots
+        self.ends = [0] * num_slots
 
     def fill(self, slot: int, first: int, pages: np.ndarray) -> None:
         """An empty row gets pages for the columns from `first` on."""
-        self.firsts_S[slot] = first
-        self.ends_S[slot] = first
+        self.firsts[slot] = first
+        self.ends[slot] = first
         self.append(slot, pages)
 
     def append(self, slot: int, pages: np.ndarray) -> None:
-        end = int(self.ends_S[slot])
+        end = self.ends[slot]
         self.pages_SP[slot, end : end + len(pages)] = pages
-        self.ends_S[slot] = end + len(pages)
+        self.ends[slot] = end + len(pages)
 
     def advance(self, slot: int, first: int) -> None:
         """Forget the columns before `first`."""
-        self.pages_SP[slot, int(self.firsts_S[slot]) : first] = 0
-        self.firsts_S[slot] = first
+        self.pages_SP[slot, self.firsts[slot] : first] = 0
+        self.firsts[slot] = first
 
     def clear(self, slot: int) -> None:
-        self.pages_SP[slot, int(self.firsts_S[slot]) : int(self.ends_S[slot])] = 0
-        self.firsts_S[slot] = self.ends_S[slot] = 0
+        self.pages_SP[slot, self.firsts[slot] : self.ends[slot]] = 0
+        self.firsts[slot] = self.ends[slot] = 0
 
     def pages(self, slot: int, start: int, end: int) -> np.ndarray:
         """A copy of the slot's columns [start, end)."""
@@ -44,5 +45,6 @@ class WindowTable:
 
     def check(self) -> None:
         columns_P = np.arange(self.pages_SP.shape[1])
-        inside_SP = (columns_P >= self.firsts_S[:, None]) & (columns_P < self.ends_S[:, None])
+        firsts_S, ends_S = np.array(self.firsts), np.array(self.ends)
+        inside_SP = (columns_P >= firsts_S[:, None]) & (columns_P < ends_S[:, None])
         assert np.array_equal(self.pages_SP != 0, inside_SP), "a row has pages outside its ends, or a hole between"

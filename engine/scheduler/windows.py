@@ -80,7 +80,7 @@ class WindowPages:
         where there is none."""
         slot = sequence.slot
         self._let_go(sequence)
-        end = int(self.table.ends_S[slot])
+        end = self.table.ends[slot]
         missing = -(-num_tokens // self._page_size) - end
         if missing <= 0:
             return True
@@ -92,13 +92,13 @@ class WindowPages:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that fit the pages it holds."""
-        return int(self.table.ends_S[sequence.slot]) * self._page_size
+        return self.table.ends[sequence.slot] * self._page_size
 
     def most(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
         """Up to `num_tokens` in all, as many as there is room for with `spare` pages left; that room is made."""
         slot = sequence.slot
         self._let_go(sequence)
-        end = int(self.table.ends_S[slot])
+        end = self.table.ends[slot]
         missing = -(-num_tokens // self._page_size) - end
         if missing <= 0:
             return num_tokens
@@ -117,16 +117,16 @@ class WindowPages:
     def inserted(self, sequence: Sequence, first: int, last: int) -> None:
         """The tree has taken the pages [first, last), or has kept its own in their place."""
         slot = sequence.slot
-        if last - self._reach > int(self.table.firsts_S[slot]):
+        if last - self._reach > self.table.firsts[slot]:
             self.table.advance(slot, last - self._reach)  # before that the receipt holds nothing
-        first = max(first, int(self.table.firsts_S[slot]))
+        first = max(first, self.table.firsts[slot])
         if first < last:
             self.table.pages_SP[slot, first:last] = self._component.trailing(sequence.receipt, last - first)
 
     def fork(self, parent: Sequence, slot: int, num_tokens: int, spare: int) -> bool:
         """The parent's window for another slot: the tree's pages are shared, the others copied."""
         self._let_go(parent)
-        first = int(self.table.firsts_S[parent.slot])
+        first = self.table.firsts[parent.slot]
         own = max(first, parent.receipt.length // self._page_size)
         used = max(own, -(-parent.computed // self._page_size))
         count = max(-(-num_tokens // self._page_size), used) - own
@@ -150,7 +150,7 @@ class WindowPages:
 
     def undo(self, slot: int) -> None:
         """Give back what `fork` put into a slot that will not be used after all."""
-        pages = self.table.pages(slot, int(self.table.firsts_S[slot]), int(self.table.ends_S[slot]))
+        pages = self.table.pages(slot, self.table.firsts[slot], self.table.ends[slot])
         own = pages[self.allocator.states[pages] == PRIVATE]
         if len(own):
             self.allocator.free(own, PRIVATE)
@@ -174,7 +174,7 @@ class WindowPages:
         expected = np.flatnonzero(self.allocator.states == PRIVATE)
         assert np.array_equal(found, expected), "private window pages are not those that sequences hold"
         for sequence in held:
-            first, end = int(self.table.firsts_S[sequence.slot]), sequence.receipt.length // self._page_size
+            first, end = self.table.firsts[sequence.slot], sequence.receipt.length // self._page_size
             seen = max(0, sequence.computed // self._page_size - self._reach)
             assert first <= seen, f"pages from {first} on are held, those from {seen} on are looked at"
             if first < end:
@@ -183,13 +183,13 @@ class WindowPages:
 
     def _own(self, sequence: Sequence) -> np.ndarray:
         slot = sequence.slot
-        first = max(int(self.table.firsts_S[slot]), sequence.receipt.length // self._page_size)
-        return self.table.pages(slot, first, max(first, int(self.table.ends_S[slot])))
+        first = max(self.table.firsts[slot], sequence.receipt.length // self._page_size)
+        return self.table.pages(slot, first, max(first, self.table.ends[slot]))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Forget what lies behind the window of the last whole page, which the next insert ends with."""
         slot = sequence.slot
-        first, keep = int(self.table.firsts_S[slot]), sequence.computed // self._page_size - self._reach
+        first, keep = self.table.firsts[slot], sequence.computed // self._page_size - self._reach
         if keep <= first:
             return
         own = max(first, sequence.receipt.length // self._page_size)

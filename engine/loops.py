@@ -83,20 +83,21 @@ def layerwise_stepper(parts: Parts, table: DeviceTable, eager: EagerStepper) -> 
     tiers, which a deterministic engine's may not."""
     if parts.config.deterministic or parts.runner.backend.name not in ("triton", "flashinfer"):
         return None
+    from engine.attention.mla_triton import TritonLatent
     from engine.attention.triton import TritonAttention
     from engine.models.layerwise import LayerwiseForward
     from engine.runner.graph_stepper import GraphStepper
     from engine.runner.state_tracks import StateTracks, WithoutAdapters
 
     model, pool, backend, states = parts.model, parts.pages.pool, parts.runner.backend, parts.runner.states
-    if not isinstance(backend, TritonAttention) or not LayerwiseForward.serves(model, pool):
+    if not isinstance(backend, (TritonAttention, TritonLatent)) or not LayerwiseForward.serves(model, pool):
         return None
     tracks = None if states is None else StateTracks(states, parts.pages.table)
     stepper = GraphStepper(
         model.spec.attending,
         table,
         parts.pages.table,
-        LayerwiseForward(model, pool, states),
+        LayerwiseForward(model, pool, states, backend if isinstance(backend, TritonLatent) else None),
         backend,
         pool,
         number(parts.config.scheduler.max_running),

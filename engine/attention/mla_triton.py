@@ -12,10 +12,14 @@ index head size, S the longest context.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
 
 from engine.attention.decode_metadata import processors
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, SharedPrefix
 from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import States
 from engine.kernels.dsa_attention import dsa_attention
@@ -33,6 +37,50 @@ FIXED_PIECE, FIXED_CHOICE = 8192, 512
 """How long pieces of whole contexts and of choices are with `deterministic`."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where a step's tokens are: their rows of the page tables, how much of these they see (`most` at most), and
+    where they are written."""
+
+    page_tables_BP: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    write_slots_T: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    row_of_T: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    visible_T: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSize:
+    """Of what comes out of attention."""
+
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class LatentStep:
+    """Buffers of a captured step, as `DecodeMetadata`'s; `cut` comes once before the layers. Idle rows have a
+    length of 0 and a slot of -1: they see nothing and write to scratch."""
+
+    size: LatentSize
+    page_tables_BP: torch.Tensor
+    seq_lens_B: torch.Tensor
+    write_slots_B: torch.Tensor
+    row_of_B: torch.Tensor
+    most: int
+    begin: Callable[[StepRows], None]
+    prefix: None = None
+    window: None = None
+
+    def cut(self) -> None:
+        slots_B = self.write_slots_B.clamp(min=0)
+        self.begin(StepRows(self.page_tables_BP, slots_B, self.row_of_B, self.seq_lens_B, self.most))
+
+    def set_prefixes(self, prefixes: list[SharedPrefix]) -> int:
+        """None is read once for several rows."""
+        return 0
+
+
 class TritonLatent:
     name = "triton"
 
@@ -41,35 +89,51 @@ class TritonLatent:
         self._spec, self._latent, self._scale = spec, spec.latent, spec.query_scale
         self._deterministic = deterministic
         self._pool: LatentPool | None = None
-        self._batch: ForwardBatch | None = None
-        self._most = 0
+        self._rows = StepRows()
         self._chosen_TK: torch.Tensor | None = None
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        device = kv_pool.device
+        counts = torch.tensor(batch.query_lens, device=device)
+        rows = torch.arange(batch.num_rows, dtype=torch.int32, device=device)
+        row_of_T = rows.repeat_interleave(counts, output_size=batch.num_tokens)
+        visible_T, most = (batch.positions_T + 1).int(), max(batch.seq_lens)
+        self._begin(StepRows(batch.page_tables_BP, batch.write_slots_T, row_of_T, visible_T, most), kv_pool)
+
+    def plan_decode_buffers(self, max_rows: int, max_pages: int, kv_pool: KVPool, shared: bool = False) -> LatentStep:
+        """Fixed buffers of rows of one token, for steps that are captured. Nothing is read once for several rows."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=kv_pool.device)
+
+        rows = torch.arange(max_rows, dtype=torch.int32, device=kv_pool.device)
+        tables, slots = zeros(max_rows, max_pages), zeros(max_rows, dtype=torch.int64)
+        size = LatentSize(self._spec.num_heads, self._latent.rank)
+        begin = functools.partial(self._begin, kv_pool=kv_pool)
+        return LatentStep(size, tables, zeros(max_rows), slots, rows, max_pages * kv_pool.page_size, begin)
+
+    def _begin(self, rows: StepRows, kv_pool: KVPool) -> None:
+        """What layers read from here on."""
         assert isinstance(kv_pool, LatentPool), "latents lie in a pool of their own kind"
         device = kv_pool.device
+        self._rows, self._chosen_TK = rows, None
         if self._pool is not kv_pool:
             capability = torch.cuda.get_device_capability(device)[0] * 10 if device.type == "cuda" else 90
             latent, heads = self._latent, self._spec.num_heads
             self._shape = LatentShape(heads, latent.rank, latent.rope_dim, kv_pool.page_size, self._scale)
             self._config = latent_config(heads, latent.rank, kv_pool.dtype.itemsize, capability)
             self._processors = processors(device)
-        self._pool, self._batch, self._chosen_TK = kv_pool, batch, None
-        counts = torch.tensor(batch.query_lens, device=device)
-        rows = torch.arange(batch.num_rows, dtype=torch.int32, device=device)
-        self._row_of_T = rows.repeat_interleave(counts, output_size=batch.num_tokens)
-        self._visible_T = (batch.positions_T + 1).int()
-        self._most = max(batch.seq_lens)
+        self._pool = kv_pool
 
     def choose(self, q_TIE: torch.Tensor, weights_TI: torch.Tensor, key_TE: torch.Tensor, layer: int) -> None:
-        batch, pool, index = self._batch, self._pool, self._latent.index
-        assert batch is not None and pool is not None and index is not None, "plan comes before choose"
-        keys = pool.index_keys(layer)
-        keys.index_copy_(0, batch.write_slots_T, key_TE)
+        rows, pool, index = self._rows, self._pool, self._latent.index
+        assert pool is not None and index is not None, "plan comes before choose"
+        keys, most = pool.index_keys(layer), rows.most
+        keys.index_copy_(0, rows.write_slots_T, key_TE)
         self._chosen_TK = None
-        if self._most <= index.top_k:
+        if most <= index.top_k:
             return
-        tokens, most = batch.num_tokens, self._most
+        tokens = len(key_TE)
         chosen_TK = torch.empty(tokens, index.top_k, dtype=torch.int32, device=pool.device)
         step = min(tokens, max(1, SCORE_BYTES // (4 * most)))
         scores_TS = torch.empty(step, ceil_div(most, 16) * 16, dtype=torch.float32, device=pool.device)
@@ -78,12 +142,12 @@ class TritonLatent:
         for start in range(0, tokens, step):
             part = slice(start, min(tokens, start + step))
             count = part.stop - start
-            row_of_T, visible_T = self._row_of_T[part], self._visible_T[part]
+            row_of_T, visible_T = rows.row_of_T[part], rows.visible_T[part]
             dsa_index_scores(
                 q_TIE[part],
                 weights_TI[part],
                 keys,
-                batch.page_tables_BP,
+                rows.page_tables_BP,
                 row_of_T,
                 visible_T,
                 scores_TS[:count],
@@ -103,14 +167,14 @@ class TritonLatent:
         bias_TNE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """out_TNL. The one key head is the token's row, and the values are its first numbers."""
-        batch, pool = self._batch, self._pool
-        assert batch is not None and pool is not None, "plan comes before run"
+        rows, pool = self._rows, self._pool
+        assert pool is not None, "plan comes before run"
         assert sink_N is None and bias_TNE is None, "latent layers have neither"
-        pool.write(layer, batch.write_slots_T, k_TKH[:, 0])
+        pool.write(layer, rows.write_slots_T, k_TKH[:, 0])
         tokens, heads = q_TNH.shape[:2]
         out_TNL = q_TNH.new_empty(tokens, heads, self._latent.rank)
         chosen_TK = self._chosen_TK if self._spec.layers[layer].index != "none" else None
-        most = self._most if chosen_TK is None else chosen_TK.shape[1]
+        most = rows.most if chosen_TK is None else chosen_TK.shape[1]
         fixed = 0 if not self._deterministic else FIXED_PIECE if chosen_TK is None else FIXED_CHOICE
         tiles = ceil_div(heads, self._config.block_m)
         piece = piece_of(most, tokens, tiles, self._processors, self._config.block_n, fixed)
@@ -123,10 +187,10 @@ class TritonLatent:
             partial = None
             if pieces > 1:
                 partial = States.empty((pieces, part.stop - start), heads, self._latent.rank, pool.device)
-            where = batch.page_tables_BP, self._row_of_T[part], self._visible_T[part]
-            q, rows, out = q_TNH[part], pool.tokens(layer), out_TNL[part]
+            where = rows.page_tables_BP, rows.row_of_T[part], rows.visible_T[part]
+            q, stored, out = q_TNH[part], pool.tokens(layer), out_TNL[part]
             if chosen_TK is None:
-                mla_decode(q, rows, *where, out, self._shape, most, piece, partial, self._config)
+                mla_decode(q, stored, *where, out, self._shape, most, piece, partial, self._config)
             else:
-                dsa_attention(q, rows, *where, chosen_TK[part], out, self._shape, piece, partial, self._config)
+                dsa_attention(q, stored, *where, chosen_TK[part], out, self._shape, piece, partial, self._config)
         return out_TNL

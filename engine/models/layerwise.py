@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.layers.experts import RoutedExperts
 from engine.layers.mixer import StateStep
@@ -61,17 +62,18 @@ class LayerwiseForward:
     """`hidden` and `logits` as `engine.models.fused.FusedForward`'s, for rows of one token without adapters.
     `live_B` are the slots of the rows' recurrent states, set before each step that is computed or captured."""
 
-    def __init__(self, model: DenseDecoderLM, pool: KVPool, states: StatePool | None) -> None:
-        self._model, self._pool, self._states = model, pool, states
+    def __init__(
+        self, model: DenseDecoderLM, pool: KVPool, states: StatePool | None, latents: AttentionBackend | None = None
+    ) -> None:
+        """`latents` is the attention of models that have some, which the step's buffers plan for."""
+        self._model, self._pool, self._states, self._latents = model, pool, states, latents
         self.live_B: torch.Tensor | None = None
 
     @staticmethod
     def serves(model: DenseDecoderLM, pool: KVPool) -> bool:
-        """Whether a step of the model reads nothing on the host: some blocks of experts do, and latents have no
-        buffers here."""
+        """Whether a step of the model reads nothing on the host: some blocks of experts do."""
         blocks = [layer.mlp for layer in model.model.layers if isinstance(layer, DecoderLayer)]
-        waits = any(isinstance(block, RoutedExperts) and not block.grouped for block in blocks)
-        return model.spec.latent is None and not waits
+        return not any(isinstance(block, RoutedExperts) and not block.grouped for block in blocks)
 
     def hidden(
         self,
@@ -89,7 +91,9 @@ class LayerwiseForward:
             assert self.live_B is not None, "rows of a recurrent model have states"
             step = StateStep(self._states, self.live_B)
         window_slots_T = None if window_slots_T is None else window_slots_T.clamp(min=0)
-        backend = StepAttention(self._pool, write_slots_T.clamp(min=0), window_slots_T, attend)
+        backend: AttentionBackend | None = self._latents
+        if backend is None:
+            backend = StepAttention(self._pool, write_slots_T.clamp(min=0), window_slots_T, attend)
         return self._model.hidden(ids_T.clamp(min=0), positions_T, backend, capture, step)
 
     def logits(

@@ -21,6 +21,7 @@ import torch
 
 from engine.adapters import Adapters, slot_of
 from engine.attention.decode_metadata import DecodeMetadata, worthwhile
+from engine.attention.mla_triton import LatentSize, LatentStep, TritonLatent
 from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
 from engine.dspark.speculation import Speculation
@@ -65,7 +66,7 @@ class Captured:
     replay: Callable[[], None]
     graphed: bool
     slots_B: torch.Tensor
-    metadata: DecodeMetadata
+    metadata: DecodeMetadata | LatentStep
     adapters: KernelStep | None
     states: StateRows | None
     scratch: tuple[torch.Tensor, ...]
@@ -80,7 +81,7 @@ class GraphStepper:
         table: DeviceTable,
         requests: RequestTable,
         forward: FusedForward | LayerwiseForward,
-        backend: TritonAttention,
+        backend: TritonAttention | TritonLatent,
         kv_pool: KVPool,
         max_rows: int,
         counters: EngineCounters,
@@ -177,12 +178,12 @@ class GraphStepper:
         return captured
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:
-        if len(samples) < 2:
+        if len(samples) < 2 or isinstance(self._size, LatentSize):
             return []
         computed_B = np.array([sample.length - 1 for sample in samples])
         return worthwhile(shared_prefixes(page_tables_BP, computed_B, self._pool.page_size), self._size)
 
-    def _plan(self, tier: int, shared: bool) -> DecodeMetadata:
+    def _plan(self, tier: int, shared: bool) -> DecodeMetadata | LatentStep:
         return self._backend.plan_decode_buffers(tier, self._requests.pages_SP.shape[1], self._pool, shared)
 
     def _drop_moved(self) -> None:
@@ -232,6 +233,7 @@ class GraphStepper:
         state_rows = None if self._states is None else self._states.rows(tier)
 
         def attend(q_BNH: torch.Tensor, layer: int, sink_N: torch.Tensor | None = None) -> torch.Tensor:
+            assert isinstance(self._backend, TritonAttention) and isinstance(metadata, DecodeMetadata)
             self._backend.run_decode(q_BNH, self._pool.tokens(layer), metadata, out_BNH, layer, sink_N)
             return out_BNH
 

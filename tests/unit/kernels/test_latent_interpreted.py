@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from engine.kernels.mla_decode import mla_decode
 from engine.kernels.mla_tile import LatentShape
 from tests.oracle.latent_models import shape
 from tests.oracle.model_oracle import Harness, engine_copy, random_ids, tiny_reference
+from tests.oracle.test_generate_latent import save
+from tests.support import ask, make_engine, prompt
 
 PAGE = 4
 SHAPE = LatentShape(5, 24, 12, PAGE, 0.21)
@@ -122,3 +125,21 @@ def test_a_model_through_the_kernels(deterministic, monkeypatch):
         harness.step(list(rows[:1]), [(rows[1], 3)])
         runs.append(torch.cat([row.logits[-1] for row in rows]))
     torch.testing.assert_close(runs[1], runs[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_captured_steps_equal_plain_ones(tmp_path):
+    """Rows of several lengths, a group, rows that end in the middle of a burst: tokens are the reference's."""
+    folder = save(tmp_path, "glm-16", seed=4)
+    common = dict(page_size=4, burst=3, loop="overlapped", max_running=3)
+    work = [
+        ask("greedy", prompt(11), max_new=4),
+        ask("group", prompt(6), n=2, max_new=3, temperature=1.0, seed=3),
+    ]
+    device, plain = make_engine(folder, attention="triton", **common), make_engine(folder, **common)
+    for one, other in zip(device.generate(work), plain.generate(work), strict=True):
+        for a, b in zip(one.samples, other.samples, strict=True):
+            assert a.ids.tolist() == b.ids.tolist(), one.group_id
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+    assert device.counters.graph_rows > 0
+    device.check()

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
+from engine.kernels.early import await_inputs, is_early, options, release_next
 
 CHUNK = 1024
 
@@ -60,8 +61,10 @@ def _notes_kernel(
     hidden_ptr, anchor_ids_ptr, ids_ptr, log_q_ptr, weight_ptr, bias_ptr, w1_ptr, ids_out, confidence_out, log_q_out,
     rows, row_stride, draft_stride,
     G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, RANK: tl.constexpr,
-    CONFIDENCE: tl.constexpr, LOG_Q: tl.constexpr,
+    CONFIDENCE: tl.constexpr, LOG_Q: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     row, draft = tl.program_id(0), tl.program_id(1)
     at, out = draft * rows + row, row.to(tl.int64) * G + draft
     tl.store(ids_out + out, tl.load(ids_ptr + at))
@@ -100,6 +103,7 @@ def note_drafts(
     w1_VR = None if head is None else head.w1_VR
     rank = 0 if w1_VR is None else w1_VR.shape[1]
     assert head is None or head.weight_1E.shape == (1, width + rank), "a weight a value"
+    early = is_early(hidden_BGD)
     _notes_kernel[(rows, drafts)](
         hidden_BGD,
         anchor_ids_B,
@@ -121,5 +125,7 @@ def note_drafts(
         RANK=power_of_two(max(1, rank)),
         CONFIDENCE=out.confidence_BG is not None,
         LOG_Q=out.log_q_BG is not None,
+        EARLY=early,
         num_warps=4,
+        **options(early),
     )

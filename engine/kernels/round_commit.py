@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
+from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.round_rows import VerifyRows
 from engine.kernels.sample_columns import SampleOut
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
@@ -119,8 +120,10 @@ def _commit_kernel(
     values_stride, record_ptr,
     DRAFTS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
     JUDGED: tl.constexpr, CONFIDENCE: tl.constexpr, SURVIVAL: tl.constexpr, LOG_Q: tl.constexpr,
-    HEAD: tl.constexpr, PARTS: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     row = tl.program_id(0)
     start = tl.load(starts_ptr + row)
     size = tl.load(starts_ptr + row + 1) - start
@@ -216,6 +219,7 @@ def commit_rounds(
         assert part is None or (part.is_contiguous() and part.dtype == torch.float32), "parts are contiguous float32"
         return nothing if part is None else part
 
+    early = is_early(record_BF)
     _commit_kernel[(count,)](
         rows.starts_B1,
         rows.slots_R,
@@ -256,5 +260,7 @@ def commit_rounds(
         LOG_Q=drafted.log_q_BG is not None,
         HEAD=HEAD,
         PARTS=PARTS,
+        EARLY=early,
         num_warps=1,
+        **options(early),
     )

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
+from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.memory.device_table import DeviceTable
 
 IDLE = -1
@@ -239,7 +240,10 @@ def _pack_kernel(
     slots_ptr, window_ptr, lens_ptr, anchor_ids_ptr, anchors_ptr, drafts_ptr, tables_ptr, table_stride, ids_ptr,
     positions_ptr, writes_ptr, slots_out_ptr, owner_ptr, ends_ptr, starts_ptr, seq_lens_ptr, rows, verify,
     PAGE: tl.constexpr, DRAFTS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     row = tl.program_id(0)
     b_B = tl.arange(0, ROWS)
     window_B = tl.load(window_ptr + b_B, mask=b_B < rows, other=-1)
@@ -293,6 +297,7 @@ def pack_rows(
     """Pack anchors and the first `lens_B` drafts of every row that is not idle; they must fit `out`."""
     rows, drafts = drafts_BG.shape
     assert drafts_BG.is_contiguous() and drafts_BG.dtype == torch.int64, "drafts are contiguous int64"
+    early = is_early(drafts_BG)
     _pack_kernel[(rows + 1,)](
         slots_B,
         window_B,
@@ -317,5 +322,7 @@ def pack_rows(
         WIDE=power_of_two(drafts + 1),
         ROWS=power_of_two(rows),
         PAD=min(1024, power_of_two(out.ids_R.shape[0])),
+        EARLY=early,
         num_warps=1,
+        **options(early),
     )

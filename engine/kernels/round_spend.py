@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
+from engine.kernels.early import await_inputs, is_early, options, release_next
 
 FORCED = tl.constexpr(0x40000000)
 """Bits of 2.0: above every survival."""
@@ -62,7 +63,10 @@ def _granted(keys_BW, k_W, budget, G: tl.constexpr):
 def _spend_kernel(
     survival_ptr, confidence_ptr, temperatures_ptr, window_ptr, least_ptr, budget_ptr, out_ptr, rows,
     G: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CALIBRATE: tl.constexpr, SPEND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     b_B = tl.arange(0, ROWS)
     inside_B = b_B < rows
     window_B = tl.load(window_ptr + b_B, mask=inside_B, other=0)
@@ -104,10 +108,11 @@ def spend_rows(
     confidence_BG = survival_BG if calibration is None else calibration.confidence_BG
     assert confidence_BG.is_contiguous() and confidence_BG.dtype == torch.float32, "logits are contiguous float32"
     assert confidence_BG.shape == survival_BG.shape, "a survival a logit"
+    early = is_early(survival_BG)
     cells = power_of_two(rows) * power_of_two(drafts)
     _spend_kernel[(1,)](
         survival_BG, confidence_BG, survival_BG if calibration is None else calibration.temperatures_G, window_B,
         least_B, budget_1, window_B if out_B is None else out_B, rows,
         G=drafts, WIDE=power_of_two(drafts), ROWS=power_of_two(rows), CALIBRATE=calibration is not None,
-        SPEND=out_B is not None, num_warps=max(1, min(8, cells // 256)),
+        SPEND=out_B is not None, EARLY=early, num_warps=max(1, min(8, cells // 256)), **options(early),
     )  # fmt: skip

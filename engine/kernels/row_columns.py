@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.sample_columns import EditColumns, SampleColumns
 from engine.memory.device_table import DeviceTable
 
@@ -65,8 +66,10 @@ def _columns_kernel(
     slots_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, definition_ptr,
     bias_row_ptr, mask_row_ptr, min_until_ptr, temperature_out, top_k_out, top_p_out, min_p_out, seed_out,
     position_out, active_out, definition_out, bias_row_out, mask_row_out, min_until_out, rows,
-    EDITS: tl.constexpr, ROWS: tl.constexpr,
+    EDITS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    release_next(EARLY)
     at_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_R = at_R < rows
     slot_R = tl.load(slots_ptr + at_R, mask=inside_R, other=-1).to(tl.int64)
@@ -91,7 +94,7 @@ def gather_columns(
     """Fill `out` (`empty_columns`) with the parameters of each row's slot, -1 for none, at its position."""
     rows = slots_R.shape[0]
     by_slot, by_row = (table.edits.columns, out.edits) if out.edits and table.edits else (None, None)
-    nothing = out.position_S
+    nothing, early = out.position_S, is_early(out.position_S)
     _columns_kernel[(triton.cdiv(rows, _ROWS),)](
         slots_R,
         positions_R,
@@ -118,6 +121,8 @@ def gather_columns(
         rows,
         EDITS=by_row is not None,
         ROWS=_ROWS,
+        EARLY=early,
         num_warps=2,
+        **options(early),
     )
     return out

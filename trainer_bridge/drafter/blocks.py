@@ -1,8 +1,8 @@
 """Training blocks as tensors.
 
 Owns the packing of examples and their anchors: contexts back to back, blocks back to back, and who
-belongs to whom. Attention is computed example by example: its cost grows with the square of an example, not
-of a batch. Ignores losses and where features come from.
+belongs to whom. Attention is that of examples by themselves (`trainer_bridge.drafter.packed_attention`): its
+cost grows with the square of an example, not of a batch. Ignores losses and where features come from.
 
 Shapes: C context tokens of all examples, M captured layers, D hidden, A blocks, G drafts of a block.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.dspark.block_model import Attend, BlockDrafterModel, SharedEnds
+from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.dspark.block_spec import BlockDrafterSpec
-from engine.dspark.dense_attention import dense_attention
 from engine.errors import InvalidRequest
 from trainer_bridge.drafter.anchors import counted
 from trainer_bridge.drafter.features import FeatureExample
+from trainer_bridge.drafter.packed_attention import packed_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,30 +45,11 @@ class Blocks:
         """Normed states [A, G, D] of the slots that yield drafts; a block sees the context before its anchor
         and itself, never another block."""
         k_LCKH, v_LCKH = model.context_kv(model.context_features(self.features_CMD), self.positions_C)
-        attend = self._attend(model, k_LCKH, v_LCKH)
-        return model.hidden(self.previous_AG[:, 0], self.anchors_A, ends, attend)
-
-    def _attend(self, model: BlockDrafterModel, k_LCKH: torch.Tensor, v_LCKH: torch.Tensor) -> Attend:
-        """Every example's blocks over its own context."""
         spec = model.spec
-        blocks, contexts = [size for size, _ in self.sizes], [size for _, size in self.sizes]
-        own = [
-            dense_attention(spec.backbone, spec.block, k_LCKH, v_LCKH, anchors_A, positions_C)
-            for k_LCKH, v_LCKH, anchors_A, positions_C in zip(
-                k_LCKH.split(contexts, dim=1),
-                v_LCKH.split(contexts, dim=1),
-                self.anchors_A.split(blocks),
-                self.positions_C.split(contexts),
-                strict=True,
-            )
-        ]
-        slots = [size * spec.block for size in blocks]
-
-        def attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, layer: int) -> torch.Tensor:
-            parts = zip(own, q_TNH.split(slots), k_TKH.split(slots), v_TKH.split(slots), strict=True)
-            return torch.cat([one(q, k, v, layer) for one, q, k, v in parts])
-
-        return attend
+        attend = packed_attention(
+            spec.backbone, spec.block, k_LCKH, v_LCKH, self.anchors_A, self.positions_C, self.sizes
+        )
+        return model.hidden(self.previous_AG[:, 0], self.anchors_A, ends, attend)
 
 
 def make_blocks(

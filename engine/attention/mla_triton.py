@@ -26,7 +26,7 @@ from engine.kernels.dsa_attention import dsa_attention
 from engine.kernels.dsa_index_scores import dsa_index_scores
 from engine.kernels.dsa_select import counts_shape, dsa_select, select_pieces
 from engine.kernels.mla_decode import mla_decode
-from engine.kernels.mla_tile import LatentShape, latent_config, piece_of
+from engine.kernels.mla_tile import LatentShape, latent_config, pieces_of
 from engine.memory.kv_pool import KVPool
 from engine.memory.latent_pool import LatentPool
 from engine.models.shape import ModelSpec
@@ -154,7 +154,7 @@ class TritonLatent:
                 pool.page_size,
                 most,
             )
-            dsa_select(scores_TS[:count], visible_T, chosen_TK[part], counts[:count], most)
+            dsa_select(scores_TS[:count], visible_T, chosen_TK[part], counts[:count])
         self._chosen_TK = chosen_TK
 
     def run(
@@ -177,8 +177,9 @@ class TritonLatent:
         most = rows.most if chosen_TK is None else chosen_TK.shape[1]
         fixed = 0 if not self._deterministic else FIXED_PIECE if chosen_TK is None else FIXED_CHOICE
         tiles = ceil_div(heads, self._config.block_m)
-        piece = piece_of(most, tokens, tiles, self._processors, self._config.block_n, fixed)
-        pieces = ceil_div(most, piece)
+        pieces = pieces_of(most, tokens, tiles, self._processors, self._config.block_n)
+        if fixed:
+            pieces = ceil_div(most, fixed)
         step = tokens
         if pieces > 1:
             step = min(tokens, max(1, SCORE_BYTES // (4 * pieces * heads * (self._latent.rank + 1))))
@@ -190,7 +191,9 @@ class TritonLatent:
             where = rows.page_tables_BP, rows.row_of_T[part], rows.visible_T[part]
             q, stored, out = q_TNH[part], pool.tokens(layer), out_TNL[part]
             if chosen_TK is None:
-                mla_decode(q, stored, *where, out, self._shape, most, piece, partial, self._config)
+                mla_decode(q, stored, *where, out, self._shape, pieces, partial, self._config, fixed)
             else:
-                dsa_attention(q, stored, *where, chosen_TK[part], out, self._shape, piece, partial, self._config)
+                dsa_attention(
+                    q, stored, *where, chosen_TK[part], out, self._shape, pieces, partial, self._config, fixed
+                )
         return out_TNL

@@ -22,14 +22,14 @@ def dsa_attention(
     chosen_TK: torch.Tensor,
     out_TNL: torch.Tensor,
     shape: LatentShape,
-    piece: int,
+    pieces: int,
     partial: States | None,
     config: TileConfig,
+    piece: int = 0,
 ) -> None:
     """Write out_TNL: each token over the positions `chosen_TK` (int32, as many as it sees and at most K).
-    `piece` is how many of them one program reads, `partial` holds [pieces, T] states."""
+    They are read in `pieces` of equal length or of `piece`; `partial` holds [pieces, T] states."""
     assert chosen_TK.dtype == torch.int32 and chosen_TK.is_contiguous()
-    most = chosen_TK.shape[1]
     launch_latents(
-        q_TNC, rows, page_tables_BP, row_of_T, visible_T, chosen_TK, out_TNL, shape, most, piece, partial, config
+        q_TNC, rows, page_tables_BP, row_of_T, visible_T, chosen_TK, out_TNL, shape, pieces, piece, partial, config
     )

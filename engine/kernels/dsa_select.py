@@ -36,6 +36,13 @@ def _keys(scores_ptr, place_N, hi):
 
 
 @triton.jit
+def _piece(part, pieces, seen, BLOCK_N: tl.constexpr):
+    """(first, end) of a part of what is seen: whole tiles, but for the last."""
+    piece = tl.cdiv(tl.cdiv(seen, pieces), BLOCK_N) * BLOCK_N
+    return part * piece, tl.minimum((part + 1) * piece, seen)
+
+
+@triton.jit
 def _decide(counts_ptr, pieces, before, need, rounds, BLOCK_P: tl.constexpr):
     """After some rounds: (prefix of the K-th best key, how many with it are still to be taken, how many of the
     pieces before `before` lie above it, how many of those pieces' agree with it)."""
@@ -58,9 +65,9 @@ def _decide(counts_ptr, pieces, before, need, rounds, BLOCK_P: tl.constexpr):
     return prefix, need, above, equal
 
 
-@triton.jit(do_not_specialize=["piece", "pieces", "rounds", "top"], do_not_specialize_on_alignment=["visible_ptr"])
+@triton.jit(do_not_specialize=["pieces", "rounds", "top"], do_not_specialize_on_alignment=["visible_ptr"])
 def _count_kernel(
-    scores_ptr, visible_ptr, counts_ptr, scores_stride, piece, pieces, rounds, top,
+    scores_ptr, visible_ptr, counts_ptr, scores_stride, pieces, rounds, top,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The counts of one more round, after `rounds`."""
@@ -70,8 +77,7 @@ def _count_kernel(
     if seen > top:
         row_ptr = counts_ptr + token * (4 * pieces * 256)
         prefix, _need, _above, _equal = _decide(row_ptr, pieces, 0, top, rounds, BLOCK_P)
-        lo = part * piece
-        hi = tl.minimum(lo + piece, seen)
+        lo, hi = _piece(part, pieces, seen, BLOCK_N)
         known = (1 << (8 * rounds)) - 1
         count_B = tl.zeros([256], tl.int32)
         for first in range(lo, hi, BLOCK_N):
@@ -82,9 +88,9 @@ def _count_kernel(
         tl.store(row_ptr + (rounds * pieces + part) * 256 + tl.arange(0, 256), count_B)
 
 
-@triton.jit(do_not_specialize=["piece", "pieces", "top"], do_not_specialize_on_alignment=["visible_ptr"])
+@triton.jit(do_not_specialize=["pieces", "top"], do_not_specialize_on_alignment=["visible_ptr"])
 def _take_kernel(
-    scores_ptr, visible_ptr, counts_ptr, chosen_ptr, scores_stride, piece, pieces, top,
+    scores_ptr, visible_ptr, counts_ptr, chosen_ptr, scores_stride, pieces, top,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
@@ -96,8 +102,7 @@ def _take_kernel(
             tl.store(chosen_ptr + token * top + k_K, tl.where(k_K < seen, k_K, -1), mask=k_K < top)
     else:
         last, need, above, equal = _decide(counts_ptr + token * (4 * pieces * 256), pieces, part, top, 4, BLOCK_P)
-        lo = part * piece
-        hi = tl.minimum(lo + piece, seen)
+        lo, hi = _piece(part, pieces, seen, BLOCK_N)
         written = above + tl.minimum(equal, need)
         for first in range(lo, hi, BLOCK_N):
             place_N = first + tl.arange(0, BLOCK_N)
@@ -128,18 +133,16 @@ def dsa_select(
     visible_T: torch.Tensor,
     chosen_TK: torch.Tensor,
     counts: torch.Tensor,
-    most: int,
     block_n: int = 1024,
     num_warps: int = 4,
 ) -> None:
-    """Write chosen_TK, int32, -1 behind the last: of the first `visible_T` scores, which `most` bounds. `counts`
+    """Write chosen_TK, int32, -1 behind the last: of the first `visible_T` scores. `counts`
     (`counts_shape`) says by its shape how many pieces there are; what is in it does not matter."""
     tokens, top = chosen_TK.shape
     pieces = counts.shape[2]
     assert scores_TS.dtype == torch.float32 and scores_TS.stride(1) == 1 and chosen_TK.is_contiguous()
     assert chosen_TK.dtype == visible_T.dtype == counts.dtype == torch.int32 and counts.is_contiguous()
     assert tuple(counts.shape) == counts_shape(tokens, pieces) and pieces <= MAX_PIECES
-    piece = ceil_div(ceil_div(most, pieces), block_n) * block_n
     block_p = power_of_two(pieces)
     for number in range(ROUNDS):
         _count_kernel[(pieces, tokens)](
@@ -147,7 +150,6 @@ def dsa_select(
             visible_T,
             counts,
             scores_TS.stride(0),
-            piece,
             pieces,
             number,
             top,
@@ -161,7 +163,6 @@ def dsa_select(
         counts,
         chosen_TK,
         scores_TS.stride(0),
-        piece,
         pieces,
         top,
         BLOCK_K=power_of_two(top),

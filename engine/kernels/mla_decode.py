@@ -22,11 +22,13 @@ def mla_decode(
     visible_T: torch.Tensor,
     out_TNL: torch.Tensor,
     shape: LatentShape,
-    most: int,
-    piece: int,
+    pieces: int,
     partial: States | None,
     config: TileConfig,
+    piece: int = 0,
 ) -> None:
-    """Write out_TNL: each token over the first `visible_T` tokens of its row of the page tables. `most` bounds
-    `visible_T`, `piece` is how many of them one program reads, `partial` holds [pieces, T] states."""
-    launch_latents(q_TNC, rows, page_tables_BP, row_of_T, visible_T, None, out_TNL, shape, most, piece, partial, config)
+    """Write out_TNL: each token over the first `visible_T` tokens of its row of the page tables, in `pieces` of
+    equal length or of `piece` tokens, which then are enough for any. `partial` holds [pieces, T] states."""
+    launch_latents(
+        q_TNC, rows, page_tables_BP, row_of_T, visible_T, None, out_TNL, shape, pieces, piece, partial, config
+    )

@@ -93,13 +93,16 @@ def latent_kernel(
     TOP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One token, a tile of heads, one piece of what the token sees. TOP is how many tokens are chosen at most,
+    """One token, a tile of heads, one piece of what the token sees: `piece` places, or an equal share where that is
+    0. TOP is how many tokens are chosen at most,
     0 where all are seen."""
     token = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     count = tl.load(visible_ptr + token)
     if TOP > 0:
         count = tl.minimum(count, TOP)
+    if piece == 0:
+        piece = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), BLOCK_N) * BLOCK_N
     lo = tl.minimum(split * piece, count)
     hi = tl.minimum(lo + piece, count)
     head_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -134,22 +137,21 @@ def launch_latents(
     chosen_TK: torch.Tensor | None,
     out_TNL: torch.Tensor,
     shape: LatentShape,
-    most: int,
+    pieces: int,
     piece: int,
     partial: States | None,
     config: TileConfig,
 ) -> None:
-    """`most` is the largest number of places of a token; pieces of `piece` of them are states of `partial`
-    [pieces, T] where there are several, merged in order."""
+    """What a token sees is cut into `pieces`, of `piece` places or (0) of equal length; where there are several
+    they are states of `partial` [pieces, T], merged in order."""
     tokens, width = q_TNC.shape[0], shape.rank + shape.rope_dim
     assert q_TNC.stride()[1:] == (width, 1) and out_TNL.stride()[1:] == (shape.rank, 1), "heads must be contiguous"
     assert rows.is_contiguous() and page_tables_BP.stride(1) == 1
     assert row_of_T.dtype == visible_T.dtype == torch.int32
-    splits = max(1, ceil_div(most, piece))
-    if splits > 1:
-        assert partial is not None and partial.lse_IN.shape[0] >= splits, f"room for {splits} states of a token"
+    if pieces > 1:
+        assert partial is not None and partial.lse_IN.shape[0] >= pieces, f"room for {pieces} states of a token"
         assert partial.lse_IN.shape[1] == tokens, "a state for each token"
-    latent_kernel[(ceil_div(shape.num_heads, config.block_m), splits, tokens)](
+    latent_kernel[(ceil_div(shape.num_heads, config.block_m), pieces, tokens)](
         q_TNC,
         rows,
         out_TNL,
@@ -170,20 +172,18 @@ def launch_latents(
         PAGE=shape.page_size,
         SCALE=shape.scale,
         TOP=0 if chosen_TK is None else chosen_TK.shape[1],
-        SPLIT=splits > 1,
+        SPLIT=pieces > 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_L=max(16, power_of_two(shape.rank)),
         BLOCK_R=max(16, power_of_two(shape.rope_dim)),
         **config.options,
     )
-    if splits > 1 and partial is not None:
-        merge_states(partial, splits, out_TNL)
+    if pieces > 1 and partial is not None:
+        merge_states(partial, pieces, out_TNL)
 
 
-def piece_of(most: int, tokens: int, head_tiles: int, processors: int, block_n: int, fixed: int = 0) -> int:
-    """How many places a program reads: enough programs for all processors, or `fixed` whatever the batch is."""
-    if fixed:
-        return fixed
-    splits = max(1, min(processors // max(1, tokens * head_tiles), ceil_div(most, 4 * block_n)))
-    return ceil_div(ceil_div(most, splits), block_n) * block_n
+def pieces_of(most: int, tokens: int, head_tiles: int, processors: int, block_n: int) -> int:
+    """How many programs read what a token sees, at most `most` places: enough for all processors, each with a few
+    tiles."""
+    return max(1, min(processors // max(1, tokens * head_tiles), ceil_div(most, 4 * block_n)))

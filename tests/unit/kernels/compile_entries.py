@@ -187,12 +187,12 @@ def latents(capability: int) -> None:
     queries, weights = torch.zeros(2, index_heads, 128, dtype=BF16), torch.zeros(2, index_heads)
     scores, chosen = torch.zeros(2, 8192), torch.zeros(2, 2048, dtype=torch.int32)
     dsa_index_scores(queries, weights, rows[:, :128].contiguous(), tables, row_of, visible, scores, 64, 8192)
-    dsa_select(scores, visible, chosen, torch.zeros(counts_shape(2, 8), dtype=torch.int32), 8192)
+    dsa_select(scores, visible, chosen, torch.zeros(counts_shape(2, 8), dtype=torch.int32))
     if capability == 80:
         partial = States.empty((4, 2), heads, 512, "cpu")
-        mla_decode(q, rows, tables, row_of, visible, out, shape, 4096, 1024, partial, config)
+        mla_decode(q, rows, tables, row_of, visible, out, shape, 4, partial, config)
     else:
-        dsa_attention(q, rows, tables, row_of, visible, chosen, out, shape, 4096, None, config)
+        dsa_attention(q, rows, tables, row_of, visible, chosen, out, shape, 1, None, config)
 
 
 def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:

@@ -50,25 +50,27 @@ def attend(q_NC: torch.Tensor, rows_SC: torch.Tensor) -> torch.Tensor:
     return (weights_NS @ rows_SC[:, : SHAPE.rank]).float()
 
 
-@pytest.mark.parametrize("piece", [16, 64])
-def test_dense(piece):
+@pytest.mark.parametrize(("pieces", "piece"), [(2, 16), (1, 0), (2, 0)])
+def test_dense(pieces, piece):
     scene, q = Scene(36), noise(3, 5, 36, seed=1)
     out = torch.full((3, 5, 24), float("nan"))
     partial = States.empty((2, 3), 5, 24, "cpu")
-    mla_decode(q, scene.rows, scene.tables, scene.row_of, scene.visible, out, SHAPE, 27, piece, partial, CONFIG)
+    mla_decode(q, scene.rows, scene.tables, scene.row_of, scene.visible, out, SHAPE, pieces, partial, CONFIG, piece)
     expected = torch.stack([attend(q[token], scene.context(token)) for token in range(3)])
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("piece", [16, 64])
-def test_chosen(piece):
+@pytest.mark.parametrize(("pieces", "piece"), [(2, 16), (1, 0)])
+def test_chosen(pieces, piece):
     scene, q = Scene(36), noise(3, 5, 36, seed=1)
     chosen = torch.full((3, 20), -1, dtype=torch.int32)
     chosen[0, :19] = torch.arange(19)
     for token in (1, 2):
         chosen[token] = torch.randperm(int(scene.visible[token]))[:20].sort().values
     out, partial = torch.full((3, 5, 24), float("nan")), States.empty((2, 3), 5, 24, "cpu")
-    dsa_attention(q, scene.rows, scene.tables, scene.row_of, scene.visible, chosen, out, SHAPE, piece, partial, CONFIG)
+    dsa_attention(
+        q, scene.rows, scene.tables, scene.row_of, scene.visible, chosen, out, SHAPE, pieces, partial, CONFIG, piece
+    )
     expected = [attend(q[t], scene.context(t)[chosen[t][chosen[t] >= 0].long()]) for t in range(3)]
     torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
@@ -101,7 +103,7 @@ def test_choice(pieces, rows):
     scores, visible = scores[rows], visible[rows]
     chosen = torch.full((len(scores), 12), -7, dtype=torch.int32)
     counts = torch.full(counts_shape(len(scores), pieces), -1, dtype=torch.int32)
-    dsa_select(scores, visible, chosen, counts, 90, block_n=32)
+    dsa_select(scores, visible, chosen, counts, block_n=32)
     assert torch.equal(chosen, choose_tokens(scores, visible, 12))
 
 

@@ -186,7 +186,8 @@ def gdn_prefill(
     space = PrefillSpace.empty(tokens, shape, qkv_TC, chunk) if space is None else space
     early = is_early(out)
     block_k, block_v = (max(16, triton.next_power_of_2(size)) for size in (shape.key_dim, shape.value_dim))
-    sizes, part = constants(shape, heads), min(block_v, 32)
+    wide = qkv_TC.dtype == torch.float32
+    sizes, part = constants(shape, heads), min(block_v, 16 if wide else 32)
     if tokens:
         gdn_solve_kernel[(most, rows, count)](
             qkv_TC, inputs_TI, heads.rate_H, heads.bias_H, ends_R1, positions_R,
@@ -198,6 +199,7 @@ def gdn_prefill(
         gdn_scan_kernel[(rows, count, triton.cdiv(shape.value_dim, part))](
             qkv_TC, space.values_THV, space.keys_THK, space.scores_THL, space.factors_TH3, state_SHVK,
             slots_R, ends_R1, positions_R, out, **sizes,
-            CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=part, EARLY=early, num_warps=4, **options(early),
+            CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=part, EARLY=early, num_warps=4,
+            num_stages=1 if wide else 2, **options(early),
         )  # fmt: skip
     return out

@@ -47,8 +47,9 @@ def check(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     assert float(difference) < TOLERANCE[dtype], float(difference)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(SHAPES[0], torch.bfloat16), (SHAPES[1], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str
+)
 def test_layer(shape, dtype):
     """Rows that begin on, before and behind ends of chunks, from one product as checkpoints order it."""
     torch.manual_seed(0)

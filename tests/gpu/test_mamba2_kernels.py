@@ -84,8 +84,12 @@ def test_where_a_row_is_cut_changes_no_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["gated", "gated-normed", "normed-gated"])
-@pytest.mark.parametrize("width", [3072, 120])
+@pytest.mark.parametrize("width", [3072, 1536, 120])
 def test_gate(form: str, width: int, dtype: torch.dtype) -> None:
-    x, gate = noise(5, width, dtype=dtype), noise(5, 2 * width, dtype=dtype)[:, :width]
+    rows, gate = noise(6, width, dtype=dtype), noise(6, 2 * width, dtype=dtype)[:5, :width]
+    kept = rows.clone()
     norm = None if form == "gated" else GroupNorm(noise(width, dtype=dtype), 3, 1e-5, form == "gated-normed")
-    close(mamba2_gate(x, gate, norm), mamba2_gate_reference(x, gate, norm), dtype)
+    expected = mamba2_gate_reference(kept[:5], gate, norm)
+    close(mamba2_gate(rows[:5], gate, norm, out=rows[:5]), expected, dtype)
+    assert torch.equal(rows[5], kept[5])
+    close(mamba2_gate(kept[:5], gate, norm), expected, dtype)

@@ -73,10 +73,9 @@ def test_cold_equals_warm_wherever_prompts_part(folder, masks):
     engine.check()
 
 
-@pytest.mark.usefixtures("both_loops")
 def test_a_long_sequence_holds_the_pages_of_windows(folder, masks):
     """In the smallest pool there may be, 96 tokens long: what the windowed layers keep does not grow."""
-    engine = make_engine(folder, prefill_tokens=32, window_tokens=LEAST, lookahead=2, kv_tokens=512)
+    engine = make_engine(folder, prefill_tokens=32, window_tokens=LEAST, lookahead=2, kv_tokens=512, loop="overlapped")
     sink, ids, most = Sink(), prompt(60), 0
     engine.add_group(ask("g", ids, max_new=36), sink)
     while sink.group is None:
@@ -92,10 +91,9 @@ def test_a_long_sequence_holds_the_pages_of_windows(folder, masks):
     assert plain.bytes == plain.num_pages * 4 * plain.token_bytes
 
 
-@pytest.mark.usefixtures("both_loops")
 def test_turns_forks_and_retractions_in_a_small_pool(folder, masks):
     """Groups in a window pool for a third of them: somebody is retracted and resumes, answers become prompts."""
-    engine = make_engine(folder, prefill_tokens=16, window_tokens=52, kv_tokens=256, max_running=8)
+    engine = make_engine(folder, prefill_tokens=16, window_tokens=52, kv_tokens=256, max_running=8, loop="overlapped")
     prompts = [prompt(5 + 4 * i, start=10 + 30 * i) for i in range(4)]
     groups = engine.generate([ask(f"g{i}", ids, n=2, max_new=13) for i, ids in enumerate(prompts)])
     assert engine.counters.retractions > 0

@@ -67,7 +67,9 @@ def markov_bias(
     assert previous_B.dtype == torch.int64 and previous_B.is_contiguous(), "tokens are contiguous int64"
     padded = max(16, power_of_two(rank))
     early = is_early(logits_BV)
-    block = max(16, min(64, 16384 // padded))
+    # With many rows of codes to go through, more of the weights at once: every program reads all codes.
+    many = rows > 32
+    block = max(16, min(128 if many else 64, (32768 if many else 16384) // padded))
     if rows:
         markov_bias_kernel[(triton.cdiv(vocab, block),)](
             logits_BV,
@@ -82,7 +84,7 @@ def markov_bias(
             BM=max(16, min(MAX_CODES, power_of_two(rows))),
             BN=block,
             EARLY=early,
-            num_warps=4,
+            num_warps=8 if many else 4,
             **options(early),
         )
     return logits_BV

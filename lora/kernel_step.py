@@ -24,6 +24,9 @@ from lora.segments import Segments, Tiles, count_tiles, tile_tier
 FEW_BLOCK, SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 4, 16, 64, 512
 """Rows of a tile where slots have few each, where they have more, and in steps of more rows than the last."""
 
+MORE_TILES = 1.5
+"""Times as many tiles that those of few rows may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -58,11 +61,12 @@ class Variant:
 
 
 def _block(slots_T: np.ndarray) -> int:
-    """Tiles of few rows waste less where slots have few, but where that makes more tiles, factors are read more
-    often."""
+    """Tiles of few rows waste less where slots have few, but where that makes many more tiles, factors are read
+    more often."""
     if len(slots_T) > MANY_ROWS:
         return LARGE_BLOCK
-    return FEW_BLOCK if count_tiles(slots_T, FEW_BLOCK) <= count_tiles(slots_T, SMALL_BLOCK) else SMALL_BLOCK
+    few, small = count_tiles(slots_T, FEW_BLOCK), count_tiles(slots_T, SMALL_BLOCK)
+    return FEW_BLOCK if few <= small * MORE_TILES else SMALL_BLOCK
 
 
 class KernelStep:

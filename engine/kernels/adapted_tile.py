@@ -27,7 +27,7 @@ MAX_RANK = 64
 """Of adapters whose factors fit a program beside all else it holds."""
 MIN_BLOCK = 16
 """Columns that a program takes at least."""
-TOGETHER = tl.constexpr(32)
+TOGETHER = tl.constexpr(64)
 """Planes whose loads are under way at once."""
 
 

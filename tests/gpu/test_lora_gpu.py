@@ -121,12 +121,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor, most: float = 1e-2) -> N
     assert float(error) <= most, f"relative error {float(error):.2e}"
 
 
+@pytest.mark.parametrize("rows", [100, 9], ids=["tiles of many rows", "of few"])
 @pytest.mark.parametrize("slots", [(0, 1, 4), (0, 1, 2, 3, 4)], ids=["one rank", "any rank"])
-def test_what_lies_between_products_equals_its_references(slots):
+def test_what_lies_between_products_equals_its_references(slots, rows):
     """Sum, gate, and rotation of adapted rows and others, in the order in which a layer has them."""
     torch.manual_seed(0)
-    (pool, _), rows = fused_pool(), 100
-    step = KernelStep(pool, np.random.default_rng(0).choice(slots, rows))
+    pool, _ = fused_pool()
+    step = KernelStep(pool, np.resize(slots, rows))
+    assert step.variant.block == (16 if rows > 16 else 4)
     residual, y, weight = noise(rows, 512), noise(rows, 512), noise(512)
     before = Adapted(2, step.shrunk(2, noise(rows, 512)).clone())
     kept, expected_residual = residual.clone(), residual.clone()

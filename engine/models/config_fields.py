@@ -22,6 +22,13 @@ _ROPE_FIELDS = {
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
 
+_RENAMED = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+}
+"""What older files call kinds of layers."""
+
 
 def integer(config: Config, field: str) -> int:
     value = config.get(field)
@@ -38,8 +45,8 @@ def refuse_others(config: Config, allowed: dict[str, tuple[Any, ...]]) -> None:
 
 
 def layer_types(config: Config, default: list[str], known: tuple[str, ...]) -> list[str]:
-    """One kind a layer; `default` where the configuration lists none."""
-    kinds = config.get("layer_types") or default
+    """One kind a layer by its newest name; `default` where the configuration lists none."""
+    kinds = [_RENAMED.get(str(kind), kind) for kind in config.get("layer_types") or default]
     if len(kinds) != len(default):
         raise InvalidRequest(field="layer_types", expected=f"{len(default)} entries", actual=kinds)
     for kind in kinds:

@@ -15,13 +15,12 @@ NAMES = Names(gate="shared_mlp.input_linear", up="", down="shared_mlp.output_lin
 def _describe(config: dict[str, Any]) -> dict[str, Any]:
     fields.refuse_others(config, {"num_local_experts": (0, None), "position_embedding_type": (None, "nope", "rope")})
     count = fields.integer(config, "num_hidden_layers")
-    known = ("mamba", "linear_attention", "attention", "full_attention")
-    kinds = fields.layer_types(config, ["mamba"] * count, known)
+    kinds = fields.layer_types(config, ["linear_attention"] * count, ("linear_attention", "full_attention"))
     mixing = LayerSpec(attends=False, mixer=read_mamba2(config))
     added = float(config.get("residual_multiplier") or 1.0)
     rotates = config.get("position_embedding_type") == "rope"
     return {
-        "layers": tuple(LayerSpec() if kind in ("attention", "full_attention") else mixing for kind in kinds),
+        "layers": tuple(LayerSpec() if kind == "full_attention" else mixing for kind in kinds),
         "rope": _rope(config) if rotates else RopeSpec(kind="none"),
         "intermediate": fields.integer(config, "shared_intermediate_size"),
         "embed_scale": float(config.get("embedding_multiplier") or 1.0),

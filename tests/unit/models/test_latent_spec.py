@@ -47,6 +47,14 @@ def test_published_shapes() -> None:
     assert {"model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight"} <= names.ignored
 
 
+@pytest.mark.parametrize("kind", ["v32-4", "glm-4"])
+def test_layers_are_read_by_their_old_and_new_name(kind: str) -> None:
+    named = [
+        spec_from_config(tiny(kind, layer_types=[f"{name}_attention"] * 3)) for name in ("indexed", "deepseek_sparse")
+    ]
+    assert named[0] == named[1] == spec_from_config(tiny(kind))
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "error", "field"),
     [

@@ -23,6 +23,7 @@ import torch
 from tests.gpu import test_attention_kernels as attention
 from tests.gpu import test_fused_kernels as fused
 from tests.gpu import test_latent_gpu as latent
+from tests.gpu import test_round_kernels as rounds
 
 BF16 = torch.bfloat16
 SMALL = [
@@ -47,6 +48,9 @@ PARTS: list[tuple[str, Callable[[], object]]] = [
     ("one row", partial(fused.test_gemv, 577, 1536)),
     ("few rows", partial(fused.test_products_of_few_rows_and_the_norm_between, 19, 576, 1536)),
     ("products of fixed order", partial(fused.test_invariant_products_keep_a_rows_bits, 576, 1536, BF16)),
+    ("a drafter's context", partial(rounds.test_context_of_all_layers, 5)),
+    ("a drafter's head", partial(rounds.test_the_token_before_adds_to_logits, 40)),
+    ("confidence", partial(rounds.test_how_sure_the_drafter_is, 3)),
     ("both ends of a step", fused.test_both_ends_of_a_step),
     ("latents", partial(latent.test_kernels_equal_the_definition, 5, 64, 7, 100, BF16, False)),
     ("sampling", partial(fused.test_sampling_equals_the_host, 1_001, 2048, 3.0, torch.float32, True)),

@@ -42,7 +42,10 @@ def latent_config(heads: int, rank: int, itemsize: int, capability: int = 90) ->
     tile = 64 if capability >= 90 else 32
     block_m = max(16, min(tile, power_of_two(heads)))
     warps = 8 if block_m * rank >= 16384 else 4
-    return TileConfig(block_n=32, num_warps=warps, num_stages=2, block_m=block_m)
+    # Measured on an H200, 64 heads: 64 tokens take three quarters of the time of 32. Blackwell's form of the
+    # products keeps more in shared memory than it has.
+    block_n = 64 if 90 <= capability < 100 and block_m == 64 else 32
+    return TileConfig(block_n=block_n, num_warps=warps, num_stages=2, block_m=block_m)
 
 
 @triton.jit

@@ -36,8 +36,8 @@ class WatchedAllocator(PageAllocator):
         self.touched = np.zeros(num_pages + 1, dtype=bool)
         super().__init__(num_pages)
 
-    def alloc(self, n: int, after: int = 0) -> np.ndarray | None:
-        ids = super().alloc(n, after)
+    def alloc(self, n: int) -> np.ndarray | None:
+        ids = super().alloc(n)
         if ids is not None:
             self.touched[ids] = True
         return ids

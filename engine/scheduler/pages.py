@@ -130,8 +130,7 @@ class PageManager:
         missing = self.pages_for(num_tokens) - held
         if missing <= 0:
             return True
-        last = int(self.table.pages_SP[sequence.slot, held - 1]) if held else 0
-        pages = self._alloc(missing, 0, after=last)
+        pages = self._alloc(missing, 0)
         if pages is None:
             return False
         self.table.append(sequence.slot, pages)
@@ -241,7 +240,7 @@ class PageManager:
         if self.windows is not None:
             self.windows.check(held)
 
-    def _alloc(self, count: int, spare: int, after: int = 0) -> np.ndarray | None:
+    def _alloc(self, count: int, spare: int) -> np.ndarray | None:
         if count <= 0:
             return np.empty(0, dtype=np.int32)
         if spare and self.available < count + spare:
@@ -249,7 +248,7 @@ class PageManager:
         shortfall = count - self.allocator.num_free
         if shortfall > 0 and self.cache.evict(shortfall) < shortfall:
             return None
-        return self.allocator.alloc(count, after)
+        return self.allocator.alloc(count)
 
     def _set_state(self, slot: int, live: int | None) -> bool:
         """Give a sequence its live state; False where there was no room for one."""

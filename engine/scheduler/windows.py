@@ -84,7 +84,7 @@ class WindowPages:
         missing = -(-num_tokens // self._page_size) - end
         if missing <= 0:
             return True
-        pages = self._alloc(missing, int(self.table.pages_SP[slot, end - 1]) if end else 0)
+        pages = self._alloc(missing)
         if pages is None:
             return False
         self.table.append(slot, pages)
@@ -197,8 +197,8 @@ class WindowPages:
             self.allocator.free(self.table.pages(slot, own, keep), PRIVATE)
         self.table.advance(slot, keep)
 
-    def _alloc(self, count: int, after: int = 0) -> np.ndarray | None:
+    def _alloc(self, count: int) -> np.ndarray | None:
         shortfall = count - self.allocator.num_free
         if shortfall > 0 and self._cache.evict(shortfall, "swa") < shortfall:
             return None
-        return self.allocator.alloc(count, after)
+        return self.allocator.alloc(count)

@@ -1,4 +1,4 @@
-"""Page ids: one owner each, all-or-nothing changes, runs of consecutive ids."""
+"""Page ids: one owner each, all-or-nothing changes, what was freed last goes out first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ def take(allocator: PageAllocator, n: int) -> np.ndarray:
     pages = allocator.alloc(n)
     assert pages is not None and len(pages) == n and pages.dtype == np.int32
     return pages
-
-
-def is_run(pages: np.ndarray) -> bool:
-    return bool((np.diff(pages) == 1).all())
 
 
 def test_page_zero_belongs_to_nobody() -> None:
@@ -95,36 +91,42 @@ def test_the_owner_must_be_named_rightly() -> None:
     allocator.check()
 
 
-def test_pages_come_in_runs_and_runs_join_again() -> None:
+def test_what_was_freed_last_goes_out_first_in_its_order() -> None:
     allocator = PageAllocator(64)
-    parts = [take(allocator, 8) for _ in range(8)]
-    assert all(is_run(part) for part in parts)
-    for i in (1, 3, 5, 4, 7, 0):
-        allocator.free(parts[i], PRIVATE)
-    assert is_run(take(allocator, 24)), "3, 4 and 5 form one run"
-    scattered = take(allocator, 24)
-    assert not is_run(scattered) and len(set(scattered.tolist())) == 24
+    first, second = take(allocator, 8), take(allocator, 8)
+    assert first.tolist() == list(range(1, 9)) and second.tolist() == list(range(9, 17))
+    mixed = np.array([12, 3, 9], np.int32)
+    allocator.free(mixed, PRIVATE)
+    allocator.free(np.array([5], np.int32), PRIVATE)
+    assert take(allocator, 5).tolist() == [5, 12, 3, 9, 17]
     allocator.check()
 
 
-def test_a_growing_request_stays_consecutive() -> None:
-    allocator = PageAllocator(64)
-    pages = take(allocator, 4)
-    for _ in range(8):
-        more = allocator.alloc(2, after=int(pages[-1]))
-        assert more is not None
-        pages = np.concatenate((pages, more))
-    assert is_run(pages)
-    other = take(allocator, 1)
-    elsewhere = allocator.alloc(3, after=int(pages[-1]))
-    assert elsewhere is not None and other[0] not in elsewhere
+@pytest.mark.parametrize("harm", ["free id lost", "free id twice", "owned id free", "counter off"])
+def test_check_finds_ids_that_are_lost_or_there_twice(harm: str) -> None:
+    allocator = PageAllocator(20)
+    pages = take(allocator, 5)
+    allocator.check()
+    if harm == "free id lost":
+        allocator._counts[0] -= 1
+        allocator._counts[2] += 1
+    elif harm == "free id twice":
+        allocator._stack[0] = allocator._stack[1]
+    elif harm == "owned id free":
+        allocator._stack[0] = pages[0]
+    else:
+        allocator._counts[1] += 1
+    with pytest.raises(AssertionError):
+        allocator.check()
 
 
 def test_handed_out_ids_cannot_corrupt_the_pool() -> None:
     allocator = PageAllocator(8)
-    pages = take(allocator, 4)
     with pytest.raises(ValueError, match="read-only"):
-        pages[0] = 7
+        take(allocator, 1)[0] = 7
+    take(allocator, 4)[:] = 7
+    allocator.check()
+    assert sorted(take(allocator, 3).tolist()) == [6, 7, 8]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -136,7 +138,7 @@ def test_random_calls_keep_one_owner_per_page(size: int, calls: list[tuple[str, 
         rng = np.random.default_rng(seed)
         if call == "a":
             n = int(rng.integers(0, size + 2))
-            pages = allocator.alloc(n, after=int(rng.integers(0, size + 1)))
+            pages = allocator.alloc(n)
             assert (pages is None) == (n > size - len(owner))
             for page in [] if pages is None else pages.tolist():
                 assert page not in owner and 1 <= page <= size

@@ -20,6 +20,9 @@ class EngineCounters:
     that are not padding; `graph_eager_steps` ran launch by launch because their capture failed.
     `device_rounds` of speculation were launched ahead by the overlapped loop; in `serial_rounds` it left the
     step to the serial loop, as some row asked for what rounds on the device do not serve.
+    Units of the host tier (pages, window pages, states): `host_spilled` went to the host, `host_restored` came back,
+    `host_dropped` were given up there, `host_failed` did not arrive whole, which costs a miss. Of `hit_tokens`,
+    `host_hit_tokens` were hits only because they came back.
     """
 
     steps: int = 0
@@ -49,12 +52,19 @@ class EngineCounters:
     graph_eager_steps: int = 0
     device_rounds: int = 0
     serial_rounds: int = 0
+    host_spilled: int = 0
+    host_restored: int = 0
+    host_dropped: int = 0
+    host_failed: int = 0
+    host_spilled_bytes: int = 0
+    host_restored_bytes: int = 0
+    host_hit_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class EngineGauges:
     """The present, read at one moment. Bytes are what each memory tag holds now; window pages are those of windowed
-    layers, 0 where they have none of their own."""
+    layers, 0 where they have none of their own; host bytes are the host tier's, of its limit."""
 
     running: int
     waiting: int
@@ -73,3 +83,5 @@ class EngineGauges:
     window_pages_free: int = 0
     window_pages_tree: int = 0
     window_pages_private: int = 0
+    host_bytes: int = 0
+    host_limit_bytes: int = 0

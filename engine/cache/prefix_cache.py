@@ -104,6 +104,19 @@ class PrefixCache:
         self._hit_tokens += length
         return Receipt(node, length, held)
 
+    def acquire_known(self, match: Match, limit: int) -> Receipt:
+        """Pin all that the tree knows of the first `limit` tokens, whether a hit may end there or not: for whoever
+        brings the states that are missing. The match stays what it was."""
+        tree = self.tree
+        node, _, child, common = tree.descend(tree.root(match.namespace), match.tokens, 0, limit * TOKEN_BYTES)
+        if child is not None:
+            node, _ = tree.split(child, common)
+        tree.pin(node)
+        tree.clock += 1
+        node.stamp = tree.clock
+        self._receipts += 1
+        return Receipt(node, node.end, None)
+
     def extend(
         self, receipt: Receipt, tokens: bytes, pages: np.ndarray, states: Mapping[str, Any] | None = None
     ) -> Extension:
@@ -238,12 +251,16 @@ class PrefixCache:
         for epoch in [epoch for epoch, queue in queues.items() if not queue.num_roots]:
             del queues[epoch]
         self._epoch += 1
+        if self.tree.spiller is not None:
+            self.tree.spiller.forget(lambda space: space.epoch < self._epoch)
         return self._epoch
 
     def retire(self, predicate: Callable[[Namespace], bool]) -> int:
         """Make all present roots whose namespace fits evict-first (an adapter was dropped, a salt
         expired); the number of roots."""
         tree = self.tree
+        if tree.spiller is not None:
+            tree.spiller.forget(predicate)
         retired = [root for root in tree.roots.values() if not root.retired and predicate(root.namespace)]
         for root in retired:
             queue = tree.queues.setdefault(_RETIRED, LeafQueue())
@@ -260,6 +277,8 @@ class PrefixCache:
         assert scope in ("all", "stale"), f"scope: expected 'all' or 'stale', got {scope!r}"
         tree = self.tree
         freed = 0
+        if tree.spiller is not None and scope == "all":
+            tree.spiller.forget(lambda space: True)
         for root in list(tree.roots.values()):
             if scope == "stale" and root.namespace.epoch >= self._epoch and not root.retired:
                 continue

@@ -19,6 +19,7 @@ from engine.cache.component import Component
 from engine.cache.key import Namespace
 from engine.cache.leaf_queue import LeafQueue
 from engine.cache.node import Node, Root
+from engine.cache.spill import Spiller
 
 TOKEN_BYTES = 4
 
@@ -52,6 +53,8 @@ class RadixTree:
         self.pinned_bytes = 0
         self.swept_tokens = 0
         """Tokens freed under doomed roots as their last pins went."""
+        self.spiller: Spiller | None = None
+        """Told of all that eviction is about to free, where something outlives it."""
 
     # Walking ---------------------------------------------------------------------------------
 
@@ -300,6 +303,7 @@ class RadixTree:
         needed = want * self.page_bytes
         page = self.page_bytes
         victims: list[Node] = []
+        told = False
         for epoch in sorted(self.queues):
             queue = self.queues[epoch]
             while needed > 0:
@@ -308,6 +312,9 @@ class RadixTree:
                     break
                 size = len(node.edge)
                 if size > needed:
+                    if self.spiller is not None:
+                        self.spiller.evicted(victims, node, size - needed)
+                        told = True
                     self._trim(node, size - needed)
                     queue.insert(node)
                     needed = 0
@@ -326,6 +333,8 @@ class RadixTree:
                         queue.insert(parent)
             if needed <= 0:
                 break
+        if self.spiller is not None and not told:
+            self.spiller.evicted(victims)
         self._drop(victims)
         return want - max(needed, 0) // page
 

@@ -187,11 +187,20 @@ class RecurrentState(Component):
                 self._queue.put(node, now)
                 continue
             self._credit = max(self._credit, key[2])
+            if tree.spiller is not None:
+                tree.spiller.state(node)
             self.release([node.data[self.index].slot])
             node.data[self.index] = NodeState()
             tree.changes += 1
             freed += 1
         return freed
+
+    def refill(self, node: Node, slot: int) -> None:
+        """The state at the node's end is back in this PRIVATE slot, which passes to the tree."""
+        assert not node.data[self.index].slot, "the node has a state"
+        self.allocator.hand_over(slot)
+        node.data[self.index] = NodeState(slot)
+        self.placed(node)
 
     def count(self, data: NodeState) -> int:
         return int(data.slot != 0)

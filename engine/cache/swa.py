@@ -258,6 +258,8 @@ class SlidingWindow(Component):
                 in_use.append(node)
                 continue
             count = min(free, want - freed)
+            if tree.spiller is not None:
+                tree.spiller.windows(node, data.holes, data.holes + count)
             self.allocator.free(data.live[:count], _TREE)
             holes = data.holes + count
             node.data[self.index] = WindowPages(bytes(4 * holes) + data.ids[4 * holes :], holes, data.used)
@@ -271,6 +273,16 @@ class SlidingWindow(Component):
             node.data[self.index].used = self._clock
             self.placed(node)
         return freed
+
+    def refill(self, node: Node, ids: np.ndarray) -> None:
+        """The last of a node's missing pages are back in these PRIVATE pages, which pass to the tree."""
+        data: WindowPages = node.data[self.index]
+        holes = data.holes - len(ids)
+        self.allocator.transfer(ids, _PRIVATE, _TREE)
+        node.data[self.index] = WindowPages(
+            bytes(4 * holes) + ids.tobytes() + data.ids[4 * data.holes :], holes, data.used
+        )
+        self.placed(node)
 
     def count(self, data: WindowPages) -> int:
         return len(data) - data.holes

@@ -30,6 +30,7 @@ from engine.dspark.drafter import Drafter
 from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
 from engine.errors import InvalidRequest
+from engine.host_build import add_host_tier
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import adapter_mib, plan_memory, planned
 from engine.memory.canary import Canary, WatchedAllocator, make_canary
@@ -152,6 +153,8 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
     states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache, runner.replay)
     windows = None if sliding is None else WindowPages(sliding, cache, pool, WindowTable(*table.pages_SP.shape))
     pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states, windows)
+    counters = EngineCounters()
+    add_host_tier(config.cache, pages, counters)
     speculation = None
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
@@ -173,7 +176,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         runner=runner,
         sampler=sampler,
         memory=MemoryTags(arena, pool, cache, adapters, None if drafter is None else drafter.arena, draft_pool),
-        counters=EngineCounters(),
+        counters=counters,
         adapters=adapters,
         plan=plan,
         layout=f"{config.dtype}/{page_size}",
@@ -228,6 +231,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     _positive("cache.page_size", config.cache.page_size)
     if config.cache.canary < 0:
         raise InvalidRequest(field="cache.canary", expected="0 or more", actual=config.cache.canary)
+    if config.cache.host_mib < 0 or (config.cache.host_mib and not config.cache.prefix_cache):
+        expected = "0 or more" if config.cache.prefix_cache else "0 without cache.prefix_cache"
+        raise InvalidRequest(field="cache.host_mib", expected=expected, actual=config.cache.host_mib)
     check_config(config.dspark)
     # A deterministic engine's verify rows keep their bits in the serial loop alone.
     serial = torch.device(device).type == "cpu" or (config.dspark.enabled and config.deterministic)

@@ -29,7 +29,7 @@ class CacheConfig:
     `memory_fraction` of the device memory left after the weights and what steps and captured graphs need (on the
     CPU, at most room for `max_running` whole contexts). With `canary`, every so many steps everything cached or
     free is read and compared with what it was: writes that go astray are found and named, at a price that only
-    debugging pays."""
+    debugging pays. `host_mib` of host memory (pinned, with a GPU) keep what is evicted, to come back as hits."""
 
     page_size: int = 16
     kv_tokens: int | Auto = "auto"
@@ -38,6 +38,7 @@ class CacheConfig:
     memory_fraction: float = 0.5
     prefix_cache: bool = True
     canary: int = 0
+    host_mib: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,7 @@ class Engine:
         Returns tokens freed now; pages in use go when their samples end."""
         if scope not in ("all", "stale"):
             raise InvalidRequest(field="scope", expected="'all' or 'stale'", actual=scope)
+        self._finish_restores()
         return self._parts.cache.flush(scope)
 
     def release_memory(self, tags: list[str], level: str = "offload") -> tuple[dict[str, int], dict[str, int]]:
@@ -289,6 +290,7 @@ class Engine:
             raise Conflict("samples are running or waiting: drain, abort or wait before releasing memory")
         if self.pending is not None:
             raise Conflict(f"update {self.pending!r} is open")
+        self._finish_restores()
         return self._parts.memory.release(tags, level)
 
     def resume_memory(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -347,6 +349,7 @@ class Engine:
             policy_version=self.policy.version,
             **{f"{tag}_bytes": count for tag, count in parts.memory.bytes().items()},
             **windows,
+            **({} if parts.pages.restores is None else parts.pages.restores.tier.gauges()),
         )
 
     def check(self) -> None:
@@ -384,6 +387,10 @@ class Engine:
         held = sum(group.unfinished for group in self._groups.values())
         self.abort()
         return held
+
+    def _finish_restores(self) -> None:
+        if self._parts.pages.restores is not None:
+            self._parts.pages.restores.finish()
 
     def _refuse_while_unable(self) -> None:
         if self.policy.fenced:

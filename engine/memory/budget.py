@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig, number
+from engine.errors import InvalidRequest
+from engine.memory.host_lanes import staging_bytes
 from engine.memory.needs import (
     GRAPH_BYTES,
     DraftShape,
@@ -65,6 +67,9 @@ def plan_memory(
         if gpu:
             mib = number(config.adapters.device_mib)
             shares += (Share("adapters", mib, "MiB", 1 << 20, "adapters.device_mib"),)
+            if config.cache.host_mib:
+                state = spec.state_layout(dtype).slot_bytes if spec.recurrent else 0
+                shares += (Share("host_staging", 1, "reserve", staging_bytes(state), "cache.host_mib"),)
             shares += (Share("graphs", 1, "reserve", GRAPH_BYTES, "captured graphs, tables, libraries"),)
         return shares
 
@@ -89,7 +94,8 @@ def plan_memory(
         state_slots=_given(config.cache.state_slots),
         useful_tokens=None if gpu else rows * spec.context_len,
     )
-    return divide(needs, wanted, free_bytes(device) if available is None else available)
+    plan = divide(needs, wanted, free_bytes(device) if available is None else available)
+    return replace(plan, host_bytes=_host_bytes(config.cache.host_mib))
 
 
 def planned(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
@@ -126,6 +132,13 @@ def free_bytes(device: torch.device) -> int:
             host = int(line.split()[1]) << 10
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     return min(host, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else host
+
+
+def _host_bytes(mib: int) -> int:
+    free = free_bytes(torch.device("cpu")) >> 20 if mib else 0
+    if mib > free:
+        raise InvalidRequest(field="cache.host_mib", expected=f"at most {free}, which the host has free", actual=mib)
+    return mib << 20
 
 
 def _given(value: int | str) -> int | None:

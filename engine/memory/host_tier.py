@@ -39,9 +39,9 @@ class HostTier:
         }
         self.lanes = HostLanes(device, max(layout.row_bytes for layout in self.layouts.values()))
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(arena.used * arena.row_bytes for arena in self.arenas.values())
+    def gauges(self) -> dict[str, int]:
+        used = sum(arena.used * arena.row_bytes for arena in self.arenas.values())
+        return {"host_bytes": used, "host_limit_bytes": self.limit_bytes}
 
     def knows(self, space: Namespace) -> bool:
         return any(arena.knows(space) for arena in self.arenas.values())

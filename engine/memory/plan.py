@@ -86,6 +86,8 @@ class MemoryPlan:
     fraction: float
     max_running: int
     shares: tuple[Share, ...]
+    host_bytes: int = 0
+    """Of the host's memory, for what is evicted."""
 
     def units(self, name: str) -> int:
         """Units of a part; 0 where there is none."""
@@ -103,6 +105,7 @@ class MemoryPlan:
             "fraction": self.fraction,
             "max_running": self.max_running,
             "shares": shares,
+            "host_bytes": self.host_bytes,
         }
 
     def lines(self) -> list[str]:
@@ -111,6 +114,8 @@ class MemoryPlan:
         parts = [
             f"  {share.name}: {share.units} {share.unit} in {_size(share.bytes)} ({share.why})" for share in self.shares
         ]
+        if self.host_bytes:
+            parts.append(f"  on the host: up to {_size(self.host_bytes)} for what is evicted (cache.host_mib)")
         return [head, *parts]
 
 

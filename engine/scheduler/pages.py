@@ -17,6 +17,7 @@ from engine.cache.recurrent import Snapshot
 from engine.memory.allocator import PRIVATE, PageAllocator
 from engine.memory.kv_pool import KVPool
 from engine.memory.request_table import RequestTable
+from engine.scheduler.restores import Restores
 from engine.scheduler.states import RecurrentSlots
 from engine.scheduler.windows import WindowPages
 
@@ -60,6 +61,8 @@ class PageManager:
         self.page_size = page_size
         self.states = states
         self.windows = windows
+        self.restores: Restores | None = None
+        """Set where what is evicted is kept on the host."""
         if windows is not None:
             table.windows = windows.table
         if states is not None:
@@ -239,6 +242,8 @@ class PageManager:
             self.states.check(len(held))
         if self.windows is not None:
             self.windows.check(held)
+        if self.restores is not None:
+            self.restores.check()
 
     def _alloc(self, count: int, spare: int) -> np.ndarray | None:
         if count <= 0:

@@ -26,10 +26,6 @@ from engine.scheduler.restore_plan import RestorePlan, RestorePlanner
 PREFETCH_SHARE = 4
 """Pages in flight for those who wait are at most one over this of the pool."""
 
-Take = Callable[[int], np.ndarray | None]
-"""Units of a component as PRIVATE ids, evicting what must go; None where there is no room."""
-
-
 @dataclass(slots=True)
 class Part:
     """Rows of one kind and the units they go to; `whole` says which have arrived, in order."""
@@ -55,15 +51,16 @@ class Restore:
 
 
 class Restores:
-    """`takers` give units of each component."""
+    """`spare` units of each component are left to others while something is on its way."""
 
-    def __init__(self, tier: HostTier, cache: PrefixCache, takers: dict[str, Take]) -> None:
+    def __init__(self, tier: HostTier, cache: PrefixCache, spare: Callable[[], int]) -> None:
         self.tier = tier
         self._cache = cache
-        self._takers = takers
+        self._spare = spare
         self._planner = RestorePlanner(tier, cache)
         self._under_way: dict[tuple[Namespace, bytes], Restore] = {}
         self._copies: deque[tuple[Restore, str, Arrival]] = deque()
+        self._components = {each.name: each for each in cache.components}
         self._allocators: dict[str, PageAllocator] = {each.name: each.allocator for each in cache.components}
         self._windows: SlidingWindow | None = None
         self._states: RecurrentState | None = None
@@ -126,7 +123,7 @@ class Restores:
         for kind, found in rows.items():
             if not found:
                 continue
-            ids = self._takers[kind](len(found))
+            ids = self._take(kind, len(found))
             if ids is None:
                 self._give_back(parts)
                 for other, held in rows.items():
@@ -136,6 +133,17 @@ class Restores:
             self._allocators[kind].transfer(ids, PRIVATE, IN_FLIGHT)
             parts[kind] = Part(found, np.array(ids))
         return Restore(plan, receipt, parts)
+
+    def _take(self, kind: str, count: int) -> np.ndarray | None:
+        """Units as PRIVATE ids, evicting what must go; None where there is no room."""
+        cache, component = self._cache, self._components[kind]
+        allocator = component.allocator
+        if allocator.num_free + component.evictable(cache.tree) < count + self._spare():
+            return None
+        shortfall = count - allocator.num_free
+        if shortfall > 0 and cache.evict(shortfall, kind) < shortfall:
+            return None
+        return allocator.alloc(count)
 
     def _give_back(self, parts: dict[str, Part]) -> None:
         for kind, part in parts.items():

@@ -105,6 +105,7 @@ def make_config(
     state_slots: int | Literal["auto"] = "auto",
     window_tokens: int | Literal["auto"] = "auto",
     canary: int = 0,
+    host_mib: int = 0,
     max_running: int = 16,
     prefill_tokens: int = 64,
     lookahead: int = 4,
@@ -123,6 +124,7 @@ def make_config(
             state_slots=state_slots,
             prefix_cache=prefix_cache,
             canary=canary,
+            host_mib=host_mib,
         ),
         scheduler=SchedulerConfig(
             max_running=max_running,

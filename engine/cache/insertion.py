@@ -64,15 +64,18 @@ def _lengthened(tree: RadixTree, node: Node, payloads: Sequence[Any], length: in
     if len(data) == 1:
         value = tree.components[0].lengthen(data[0], payloads[0], length)
         return None if value is None else [value]
-    values: list[Any] = list(data)
+    values: list[Any] = data
     done: list[Component] = []
     try:
         for component in reversed(tree.components):  # the last are those that may refuse
             index = component.index
             value = component.lengthen(data[index], payloads[index], length)
             if value is None:
-                _shorten(node, values, done)
+                if done:
+                    _shorten(node, values, done)
                 return None
+            if values is data:
+                values = list(data)
             values[index] = value
             done.append(component)
     except BaseException:

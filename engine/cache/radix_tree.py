@@ -257,14 +257,17 @@ class RadixTree:
             node.root.queue.remove(node)
         pins = node.pins
         node.pins = pins + count
-        step: Node | None = node
-        while not pins:
-            self.pinned_bytes += len(step.edge)
-            step = step.parent
-            if step is None:
-                return
+        if pins:
+            return
+        step, held = node.parent, 0
+        while step is not None:
             pins = step.pins
             step.pins = pins + 1
+            if pins:
+                held = step.end
+                break
+            step = step.parent
+        self.pinned_bytes += (node.end - held) * TOKEN_BYTES
 
     def sink(self, child: Node) -> None:
         """Move a pin from a node to a child that has none: the node then has one more pinned child."""
@@ -275,23 +278,24 @@ class RadixTree:
 
     def unpin(self, node: Node) -> None:
         """Undo one pin; a leaf that nothing holds any longer may be evicted, in a doomed root goes."""
-        step: Node | None = node
-        while True:
-            step.pins -= 1
-            if step.pins:
+        node.pins = pins = node.pins - 1
+        if pins:
+            return
+        step, held = node.parent, 0
+        while step is not None:
+            step.pins = pins = step.pins - 1
+            if pins:
+                held = step.end
                 break
-            self.pinned_bytes -= len(step.edge)
             step = step.parent
-            if step is None:
-                break
-        if not node.pins:
-            root = node.root
-            if root.doomed:
-                self._sweep_up(node)
-            elif not node.children and node is not root:
-                root.queue.append(node)
-            if not root.children and not root.pins:
-                self.drop_root(root)
+        self.pinned_bytes -= (node.end - held) * TOKEN_BYTES
+        root = node.root
+        if root.doomed:
+            self._sweep_up(node)
+        elif not node.children and node is not root:
+            root.queue.append(node)
+        if not root.children and not root.pins:
+            self.drop_root(root)
 
     # Eviction --------------------------------------------------------------------------------
 

@@ -102,6 +102,9 @@ class RecurrentState(Component):
         self.allocator.hand_over(slot)
         return NodeState(slot)
 
+    def lengthen(self, data: NodeState, payload: Snapshot | None, length: int) -> NodeState | None:
+        return None if data.slot else super().lengthen(data, payload, length)
+
     def pieces(self, value: NodeState) -> list[int]:
         return [value.slot] if value.slot else []
 

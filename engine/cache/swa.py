@@ -197,9 +197,13 @@ class SlidingWindow(Component):
         return WindowPages(data.ids[: 4 * cut], min(data.holes, cut), data.used), [gone] if len(gone) else []
 
     def placed(self, node: Node) -> None:
+        """In use now."""
         data: WindowPages = node.data[self.index]
-        if node not in self._queue.entries or self._surplus(data) > 0:
-            self._enqueue(node, data)
+        if not data.used:
+            data.used = self._clock
+        live = len(data.ids) // 4 - data.holes
+        if live and (live > self._reach or node not in self._queue.entries):
+            self._queue.put(node, (node.root.age, node.rank, live <= self._reach, data.used))
 
     def demoted(self, node: Node) -> None:
         self._enqueue(node, node.data[self.index])

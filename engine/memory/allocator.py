@@ -26,6 +26,9 @@ class PageState(IntEnum):
 
 FREE, TREE, PRIVATE, IN_FLIGHT = PageState.FREE, PageState.TREE, PageState.PRIVATE, PageState.IN_FLIGHT
 
+_FEW = 64
+"""Up to this many ids a Python loop beats the dozen calls to NumPy that move more."""
+
 _RESERVED = 255
 """State of page 0; equal to none, so that page 0 passes no ownership test."""
 
@@ -92,8 +95,7 @@ class PageAllocator:
             self._map[page] = 0
             self._stack[top] = page
         else:
-            self._require(ids, owner)
-            self._states[ids] = 0
+            self._move(ids, owner, 0)
             self._stack[top : top + n] = ids[::-1]
         counts[owner] -= n
         counts[0] = top + n
@@ -105,8 +107,7 @@ class PageAllocator:
         if n == 1 and 0 < (page := ids.item(0)) <= self.num_pages and self._map[page] == src:
             self._map[page] = dst
         else:
-            self._require(ids, src)
-            self._states[ids] = dst
+            self._move(ids, src, dst)
         counts[src] -= n
         counts[dst] += n
 
@@ -128,10 +129,24 @@ class PageAllocator:
         free = np.sort(self._stack[: self._counts[0]])
         assert np.array_equal(free, np.flatnonzero(self.states == 0)), "an id on the stack is not free, or there twice"
 
+    def _move(self, ids: np.ndarray, owner: int, to: int) -> None:
+        """Give distinct pages held as `owner` another state: all, or none and raise."""
+        assert ids.dtype == _INT32, f"page ids: expected int32, got {ids.dtype}"
+        if len(ids) > _FEW:
+            self._require(ids, owner)
+            self._states[ids] = to
+            return
+        pages, filled, last = ids.tolist(), self._map, self.num_pages
+        for i, page in enumerate(pages):
+            if not 0 < page <= last or filled[page] != owner:  # a page met before is no longer the owner's
+                for moved in pages[:i]:
+                    filled[moved] = owner
+                raise self._refusal(pages, owner)
+            filled[page] = to
+
     def _require(self, ids: np.ndarray, owner: int) -> None:
         """Raise unless `ids` are distinct pages held as `owner`."""
         n = len(ids)
-        assert ids.dtype == _INT32, f"page ids: expected int32, got {ids.dtype}"
         try:
             found = self._states[ids.view(_UINT32)]  # a negative id must not count from the end
         except IndexError:

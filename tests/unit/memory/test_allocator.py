@@ -46,18 +46,21 @@ def test_too_few_pages_change_nothing(size: int) -> None:
         pytest.param([5, 2, 5], id="twice-unordered"),
         pytest.param([2, 90], id="one-free"),
         pytest.param([90], id="free"),
-        pytest.param([1, 2, 3, 61, 62], id="run-and-tree-page"),
-        pytest.param([*range(1, 41), 7], id="many-with-one-twice"),
-        pytest.param([*range(40, 0, -1), 90], id="many-with-one-free"),
-        pytest.param([*range(1, 41), 200], id="beyond-the-end"),
+        pytest.param([1, 2, 3, 81, 82], id="run-and-tree-page"),
+        pytest.param([*range(1, 71), 7], id="many-with-one-twice"),
+        pytest.param([*range(70, 0, -1), 90], id="many-with-one-free"),
+        pytest.param([200], id="beyond-the-end"),
+        pytest.param([*range(1, 71), 200], id="many-beyond-the-end"),
         pytest.param([-1], id="negative"),
-        pytest.param([*range(0, 41)], id="page-zero-in-a-run"),
+        pytest.param([1, 2, -99], id="negative-that-names-an-owned-page"),
+        pytest.param([*range(1, 71), -99], id="many-with-a-negative"),
+        pytest.param([*range(0, 71)], id="page-zero-among-many"),
     ],
 )
 @pytest.mark.parametrize("move", ["free", "transfer"])
 def test_pages_of_others_are_refused_whole(ids: list[int], move: str) -> None:
     allocator = PageAllocator(100)
-    take(allocator, 60)
+    take(allocator, 80)
     allocator.transfer(take(allocator, 5), PRIVATE, TREE)
     before = allocator.states.tobytes(), allocator.num_free
     pages = np.array(ids, np.int32)
@@ -72,7 +75,7 @@ def test_pages_of_others_are_refused_whole(ids: list[int], move: str) -> None:
 
 def test_freeing_twice_raises() -> None:
     allocator = PageAllocator(100)
-    for n in (1, 4, 50):
+    for n in (1, 4, 70):
         pages = take(allocator, n)
         allocator.free(pages, PRIVATE)
         with pytest.raises(OwnershipError, match=r"expected PRIVATE, is FREE|page"):
@@ -130,7 +133,7 @@ def test_handed_out_ids_cannot_corrupt_the_pool() -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(st.integers(1, 70), st.lists(st.tuples(st.sampled_from("afti"), st.integers(0, 1 << 16)), max_size=60))
+@given(st.integers(1, 140), st.lists(st.tuples(st.sampled_from("afti"), st.integers(0, 1 << 16)), max_size=60))
 def test_random_calls_keep_one_owner_per_page(size: int, calls: list[tuple[str, int]]) -> None:
     allocator = PageAllocator(size)
     owner: dict[int, PageState] = {}

@@ -84,16 +84,17 @@ def mamba2_prefill(
     out: torch.Tensor | None = None,
     widest: int | None = None,
     warps: int | None = None,
-    stages: int = 1,
+    stages: int | None = None,
 ) -> torch.Tensor:
     """out_TI. Row r has the tokens [ends_R1[r], ends_R1[r + 1]), the first at `positions_R[r]` of its sequence. A
     program has up to `widest` numbers of a head."""
     check_rows(xbc_TC, dt_TH, state_SHPN, shape)
     out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
     early, rows = is_early(out), slots_R.shape[0]
-    wide = xbc_TC.dtype == torch.float32
     block_n = max(16, triton.next_power_of_2(shape.state))
-    widest = widest or (32 if wide or block_n > 128 else 64)
+    # Small tiles leave room to load the next chunk ahead.
+    small = xbc_TC.dtype != torch.float32 and block_n <= 128
+    widest = widest or (64 if small else 32)
     block_p = max(16, min(triton.next_power_of_2(shape.head_dim), widest))
     if rows:
         mamba2_prefill_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
@@ -119,8 +120,8 @@ def mamba2_prefill(
             BLOCK_P=block_p,
             BLOCK_N=block_n,
             EARLY=early,
-            num_warps=warps or (8 if wide or block_n > 128 else 4),
-            num_stages=stages,
+            num_warps=warps or (4 if small else 8),
+            num_stages=stages or (2 if small else 1),
             **options(early),
         )
     return out

@@ -6,12 +6,14 @@ Ignores whether the request may be served at all (`engine.validation`) and when 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from engine.errors import Overloaded
 from engine.request import Group, GroupSink, Sample, StopWatcher
 from engine.sampling.params import RowSampling
-from engine.sampling.seeds import derive_seed, fresh_seed
+from engine.sampling.seeds import derive_seed
 from engine.types import GroupRequest
 
 
@@ -21,8 +23,9 @@ def make_group(
     watchers: dict[int, StopWatcher],
     arrival: int,
     eos_ids: tuple[int, ...],
+    fresh_seed: Callable[[], int],
 ) -> Group:
-    """All samples of a valid request, or only those it resumes."""
+    """All samples of a valid request, or only those it resumes; `fresh_seed` is for one without a seed."""
     group = Group(request, request.prompt_ids.astype(np.int32), sink, arrival)
     sampling = request.sampling
     seed = sampling.seed if sampling.seed is not None else fresh_seed()

@@ -24,6 +24,7 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.cache.recurrent import RecurrentState
 from engine.cache.swa import SlidingWindow
 from engine.config import EngineConfig, SchedulerConfig, number
+from engine.context_parallel import ALONE, ContextParallel
 from engine.dspark.build import LoadedDrafter, load_drafter
 from engine.dspark.config import NGRAM_DRAFTS, check_config
 from engine.dspark.drafter import Drafter
@@ -36,6 +37,7 @@ from engine.memory.budget import adapter_mib, plan_memory, planned
 from engine.memory.canary import Canary, WatchedAllocator, make_canary
 from engine.memory.kv_pool import KVPool
 from engine.memory.latent_pool import make_pool
+from engine.memory.layer_split import SplitLatents
 from engine.memory.needs import DraftShape
 from engine.memory.plan import MemoryPlan
 from engine.memory.replay_ring import ReplayLayout, ReplayRings
@@ -47,11 +49,14 @@ from engine.metrics import EngineCounters
 from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
 from engine.models.spec import DTYPES, ModelSpec, read_spec
+from engine.runner.layer_split import SplitRunner
 from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.sampling.seeds import fresh_seed
 from engine.scheduler.pages import PageManager
 from engine.scheduler.states import RecurrentSlots
 from engine.scheduler.windows import WindowPages, check_window_tokens, paged_window
+from engine.split_build import agreed, seed_source, split_config
 from engine.validation import EngineLimits
 from engine.weights.arena import WeightArena
 from engine.weights.layout import WeightedModel
@@ -80,16 +85,20 @@ class Parts:
     drafter_model: WeightedModel | None = None
     """What updates of a drafter change."""
     speculation: Speculation | None = None
+    fresh_seed: Callable[[], int] = fresh_seed
 
 
-def load_parts(folder: Path, config: EngineConfig) -> Parts:
+def load_parts(folder: Path, config: EngineConfig, ranks: ContextParallel = ALONE) -> Parts:
     """The parts of an engine for a model folder."""
-    return build_parts(read_spec(folder), config, lambda model: load_weights(model, folder))
+    return build_parts(read_spec(folder), config, lambda model: load_weights(model, folder), ranks)
 
 
-def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDecoderLM], object]) -> Parts:
+def build_parts(
+    spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDecoderLM], object], ranks: ContextParallel = ALONE
+) -> Parts:
     """Build the model, let `fill` give its parameters their values, and size the pools: the parts'
     configuration has no "auto" left."""
+    config = split_config(config, spec, ranks)
     spare_rows, config = config.scheduler.max_running == "auto", resolve(config, spec)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -114,22 +123,20 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         draft_kv=draft,
         draft=drafting,
         ring_bytes=ring_bytes,
+        ranks=ranks.size,
     )
     if config.cache.kv_tokens == "auto":
         print("\n".join(plan.lines()), file=sys.stderr)
-    config = planned(config, plan)
+    config = agreed(planned(config, plan), ranks, device)
     page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
     state_pool = _state_pool(spec, config, dtype, device)
     num_pages = number(config.cache.kv_tokens) // page_size
     window_pages = number(config.cache.window_tokens) // page_size
-    pool = make_pool(
-        spec.attending,
-        num_pages + 1,
-        page_size,
-        dtype,
-        device,
-        window_pages=window_pages + 1 if window else None,
-    )
+    pool_size = spec.attending, num_pages + 1, page_size, dtype, device
+    if ranks.size > 1:
+        pool: KVPool = SplitLatents(*pool_size, ranks)
+    else:
+        pool = make_pool(*pool_size, window_pages=window_pages + 1 if window else None)
     draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
     backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
     allocate = WatchedAllocator if config.cache.canary else PageAllocator
@@ -183,6 +190,7 @@ def build_parts(spec: ModelSpec, config: EngineConfig, fill: Callable[[DenseDeco
         canary=make_canary(cache, config.cache.canary, pool, draft_pool, state_pool),
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,
+        fresh_seed=seed_source(ranks, device),
     )
 
 
@@ -203,6 +211,8 @@ def _state_pool(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, devic
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
+    if isinstance(pool, SplitLatents):
+        return SplitRunner(model, pool, backend, deterministic)
     if backend.name in ("triton", "flashinfer") and model.spec.uniform:
         from engine.attention.triton import TritonAttention
 

@@ -19,6 +19,7 @@ from engine.admission import make_group, refuse_overload
 from engine.build import Parts, load_parts
 from engine.collector import Collector
 from engine.config import EngineConfig
+from engine.context_parallel import ALONE, ContextParallel
 from engine.dspark.report import DraftReport
 from engine.dspark.watching import Drafting
 from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
@@ -95,9 +96,12 @@ class Engine:
         self.drafting = Drafting(parts.speculation, parts.pages, self._committer, lambda: self._loop.settle())
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, config: EngineConfig | None = None) -> Engine:
-        """Load a Hugging Face folder of a supported architecture (safetensors only)."""
-        return cls(load_parts(Path(folder), config or EngineConfig()))
+    def from_pretrained(
+        cls, folder: str | Path, config: EngineConfig | None = None, ranks: ContextParallel = ALONE
+    ) -> Engine:
+        """Load a Hugging Face folder of a supported architecture (safetensors only). With several `ranks` each of
+        them makes the same calls in the same order, and has the same results."""
+        return cls(load_parts(Path(folder), config or EngineConfig(), ranks))
 
     # --- generation ---------------------------------------------------------------------------
 
@@ -374,7 +378,9 @@ class Engine:
             )
         refuse_overload(request, len(self._scheduler.waiting), self.limits.max_waiting)
         self._arrivals += 1
-        group = make_group(request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids)
+        group = make_group(
+            request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids, self._parts.fresh_seed
+        )
         group.lease = self.adapters.lease(request.adapter)
         return group
 

@@ -56,15 +56,13 @@ class LatentReference:
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         assert isinstance(kv_pool, LatentPool), "latents lie in a pool of their own kind"
         self._batch, self._pool = batch, kv_pool
-        device = batch.page_tables_BP.device
         self._slots = [context_slots(batch, row, kv_pool.page_size) for row in range(batch.num_rows)]
-        rows = zip(batch.query_lens, batch.seq_lens, strict=True)
-        self._visible = [torch.arange(length - count, length, device=device) + 1 for count, length in rows]
+        self._visible = list((batch.positions_T + 1).split(batch.query_lens))
 
     def choose(self, q_TIE: torch.Tensor, weights_TI: torch.Tensor, key_TE: torch.Tensor, layer: int) -> None:
         batch, pool, index = self._batch, self._pool, self._latent.index
         assert batch is not None and pool is not None and index is not None, "plan comes before choose"
-        pool.index_keys(layer).index_copy_(0, batch.write_slots_T, key_TE)
+        pool.write_index(layer, batch.write_slots_T, key_TE)
         self._chosen, start = [], 0
         for slots_S, visible_Q in zip(self._slots, self._visible, strict=True):
             end = start + len(visible_Q)

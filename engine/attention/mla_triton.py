@@ -129,7 +129,7 @@ class TritonLatent:
         rows, pool, index = self._rows, self._pool, self._latent.index
         assert pool is not None and index is not None, "plan comes before choose"
         keys, most = pool.index_keys(layer), rows.most
-        keys.index_copy_(0, rows.write_slots_T, key_TE)
+        pool.write_index(layer, rows.write_slots_T, key_TE)
         self._chosen_TK = None
         if most <= index.top_k:
             return

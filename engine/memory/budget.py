@@ -15,6 +15,7 @@ import torch
 from engine.config import EngineConfig, number
 from engine.errors import InvalidRequest
 from engine.memory.host_lanes import staging_bytes
+from engine.memory.layer_split import SplitBytes
 from engine.memory.needs import (
     GRAPH_BYTES,
     DraftShape,
@@ -46,17 +47,20 @@ def plan_memory(
     draft: DraftShape | None = None,
     ring_bytes: int = 0,
     available: int | None = None,
+    ranks: int = 1,
 ) -> MemoryPlan:
     """Call it with the weights in place, and `config` resolved but for the sizes of pools.
 
     With `spare_rows` fewer rows than configured will do; with `split_windows` windowed layers have pages of
     their own. A token has states of a drafter's `draft_kv` too; `ring_bytes` are a running row's replay rings. On
     the CPU, memory serves everybody else too, so pools never grow past `max_running` whole contexts. `available`
-    are the bytes to divide (None: what is free now).
+    are the bytes to divide (None: what is free now). Several `ranks` divide the layers of a model of latents.
     """
     gpu, attending = device.type == "cuda", spec.attending
     tokens = number(config.scheduler.prefill_tokens)
     full, windowed = split_token_bytes(attending, dtype) if split_windows else (token_bytes(attending, dtype), 0)
+    if ranks > 1:
+        full = SplitBytes.of(attending, ranks, dtype.itemsize).most
 
     def reserve(rows: int) -> tuple[Share, ...]:
         shares = step_shares(spec, dtype, tokens, rows, spec.context_len, config.deterministic)

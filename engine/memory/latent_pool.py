@@ -31,6 +31,9 @@ class LatentPool(KVPool):
         """View [N * S, E] of a layer that chooses tokens itself."""
         return self.tokens(self._index_of[layer])
 
+    def write_index(self, layer: int, slots_T: torch.Tensor, key_TE: torch.Tensor) -> None:
+        self.index_keys(layer).index_copy_(0, slots_T, key_TE)
+
 
 def make_pool(
     spec: ModelSpec,

@@ -37,7 +37,7 @@ TOP = 8
 def save(folder, kind: str, seed: int, **overrides):
     model_type, fields = shape(kind)
     heads = fields.get("index_n_heads")
-    fields = fields | (index(heads, TOP) if heads else {}) | KINDS[kind] | overrides
+    fields = fields | (index(heads, TOP) if heads else {}) | KINDS.get(kind, {}) | overrides
     save_tiny(folder, seed=seed, kind=model_type, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 def paged_window(spec: ModelSpec, wanted: int | str) -> int:
     """The window that has pages of its own where `cache.window_tokens` is `wanted`: the widest, or 0 if windowed
-    layers keep all pages, as in models without others."""
+    layers keep all pages, as in models without others, or look at nothing but the token itself."""
     windows = [layer.window for layer in spec.layers]
-    return max(window or 0 for window in windows) if wanted != 0 and None in windows else 0
+    widest = max(window or 0 for window in windows)
+    return widest if widest > 1 and wanted != 0 and None in windows else 0
 
 
 def check_window_tokens(window: int, page_size: int, num_tokens: int) -> None:

@@ -172,3 +172,12 @@ def test_case_a4_no_page_is_lost_with_speculation(folder, masks, requests):
 def test_too_few_window_tokens_are_refused(folder):
     with pytest.raises(InvalidRequest, match=f"at least {LEAST}"):
         make_engine(folder, window_tokens=LEAST - 4)
+
+
+def test_a_window_of_the_token_itself_needs_no_pages_of_its_own(tmp_path):
+    shape = KINDS["gemma3"][1] | {"sliding_window": 1}
+    folder = save_tiny(tmp_path, seed=4, kind="gemma3_text", **shape)
+    engine = make_engine(folder, prefill_tokens=5)
+    for _ in range(2):
+        assert_sample_is_reference(folder, prompt(9), serve(engine, prompt(9)).samples[0], 3)
+    assert engine._parts.pages.windows is None

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.layer_split_memory import layer_split_rows
 from benchmarks.replay_memory import qwen3_5_35b, replay_rows
 from benchmarks.report import Row, at_most, report
 from benchmarks.shapes import SHAPES, fill_random
@@ -207,6 +208,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     rows = [row for shape in published() for row in arithmetic(shape)]
     rows += replay_rows(device.type)
+    rows += layer_split_rows(device.type)
     for name, spec in small():
         rows += measured(name, spec, device)
     report("memory", rows, arguments.json)

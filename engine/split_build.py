@@ -29,6 +29,9 @@ def split_config(config: EngineConfig, spec: ModelSpec, ranks: ContextParallel) 
         raise Unsupported(field="ranks", expected="1: this model stores no latents", actual=ranks.size)
     if config.dspark.enabled:
         raise Unsupported(field="dspark", expected="no drafter where ranks divide the layers", actual="a drafter")
+    if config.cache.host_mib:
+        actual = config.cache.host_mib
+        raise Unsupported(field="cache.host_mib", expected="0 where ranks divide the layers", actual=actual)
     if config.loop == "overlapped":
         raise Unsupported(field="loop", expected="'auto' or 'serial' where ranks divide the layers", actual=config.loop)
     return dataclasses.replace(config, loop="serial")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import EngineConfig
+from engine import CacheConfig, EngineConfig
 from engine.context_parallel import ALONE, ContextParallel
 from engine.dspark.config import DSparkConfig
 from engine.errors import Unsupported
@@ -83,6 +83,7 @@ def test_more_ranks_than_layers_are_refused() -> None:
     [
         (EngineConfig(dspark=DSparkConfig(drafter="ngram")), "dspark"),
         (EngineConfig(loop="overlapped"), "loop"),
+        (EngineConfig(cache=CacheConfig(host_mib=64)), "cache.host_mib"),
     ],
 )
 def test_what_would_have_ranks_part_ways_is_refused(config: EngineConfig, field: str) -> None:

@@ -60,6 +60,7 @@ from engine.kernels.sample_top import sample_top
 from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_matmul_then_norm
 from engine.kernels.state_copy import StateAddresses, copy_on_grid
 from engine.kernels.swiglu import silu_and_mul
+from engine.kernels.unit_copy import UnitAddresses, unit_copy
 from engine.layers.gated_delta_reference import GatedDeltaHeads, GatedDeltaShape, HeadColumns
 from engine.layers.mamba2_reference import GroupNorm, Mamba2Heads, Mamba2Shape
 from engine.memory.device_table import DeviceTable
@@ -341,6 +342,8 @@ def gated_delta(capability: int) -> None:
     expert_down(inner, torch.zeros(128, 32, dtype=BF16), chosen)
     biased_experts(inner, torch.zeros(2, 32, 64, dtype=BF16), torch.zeros(2, 64, dtype=BF16), chosen, gather=False)
     copy_on_grid(StateAddresses([state]), token, token, token, 64)
+    rows = torch.zeros(2, state[0].nbytes, dtype=torch.uint8)
+    unit_copy(UnitAddresses([state], [0]), token.long(), rows, scatter=capability == 90)
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 
 

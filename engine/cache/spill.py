@@ -87,7 +87,8 @@ class Spiller:
         if self._states is not None and self._worth_keeping(node):
             data: NodeState = node.data[self._states.index]
             pages = len(node.edge) // self._page_bytes
-            self._keeper.keep("recurrent", node.root.namespace, [(*self._named(node, pages - 1, pages), data.slot)])
+            (digest,) = self._named(node, pages - 1, pages)
+            self._keeper.keep("recurrent", node.root.namespace, [(digest, data.slot)])
 
     def forget(self, predicate: Callable[[Namespace], bool]) -> None:
         self._keeper.forget(predicate)

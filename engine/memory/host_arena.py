@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from typing import Any
 
 import torch
 
@@ -150,8 +151,8 @@ class HostArena:
 
 def _register(data: torch.Tensor) -> None:
     """Pin memory that torch did not allocate: its own pinned allocations are rounded up to powers of two."""
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     status = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(status) != 0:
         raise RuntimeError(f"pinning {data.nbytes} bytes of host memory failed: {status}")
-    weakref.finalize(data, runtime.cudaHostUnregister, data.data_ptr())
+    weakref.finalize(data, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

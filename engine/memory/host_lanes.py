@@ -118,8 +118,9 @@ class HostLanes:
                 rows_NX[place].copy_(arena.data_UX[row.slot], non_blocking=True)
             tags_N.record_stream(self._stream)
             whole_N = layout.whole(rows_NX, tags_N).to("cpu", non_blocking=True)
-        arrival = Arrival(layout, rows_NX, whole_N)
-        arrival.event, arrival.block = self._stream.record_event(), self._in.pop()
+        arrival, event = Arrival(layout, rows_NX, whole_N), torch.cuda.Event()
+        event.record(self._stream)
+        arrival.event, arrival.block = event, self._in.pop()
         return arrival
 
     def end(self, arrival: Arrival) -> None:

@@ -49,6 +49,20 @@ class ContextParallel:
         dist.all_gather(list(parts.unbind()), rows_MX.contiguous(), group=self.rows)
         return parts.transpose(0, 1).flatten(0, 1)
 
+    def gather_to(self, rows_MX: torch.Tensor, owner: int) -> torch.Tensor | None:
+        """As `gather`, for one rank alone."""
+        parts = rows_MX.new_empty(self.size, *rows_MX.shape) if owner == self.rank else None
+        targets = None if parts is None else list(parts.unbind())
+        dist.gather(rows_MX.contiguous(), targets, group=self.rows, group_dst=owner)
+        return None if parts is None else parts.transpose(0, 1).flatten(0, 1)
+
+    def scatter(self, rows_TX: torch.Tensor | None, target_MX: torch.Tensor, owner: int) -> None:
+        """Give every rank its share of the owner's rows, which are in the tokens' order."""
+        parts = None
+        if rows_TX is not None:
+            parts = list(rows_TX.unflatten(0, (-1, self.size)).transpose(0, 1).contiguous().unbind())
+        dist.scatter(target_MX, parts, group=self.rows, group_src=owner)
+
     def send(self, pages: torch.Tensor, owner: int) -> dist.Work | None:
         """Begin to fill everybody's `pages`, which are contiguous, with the owner's; wait for the work before they are
         read or written."""

@@ -59,6 +59,25 @@ class LatentReference:
         self._slots = [context_slots(batch, row, kv_pool.page_size) for row in range(batch.num_rows)]
         self._visible = list((batch.positions_T + 1).split(batch.query_lens))
 
+    @property
+    def chosen_TK(self) -> torch.Tensor | None:
+        """What layers that share a choice go by, -1 for rows that see all; None where every row does."""
+        if all(part is None for part in self._chosen) or self._latent.index is None:
+            return None
+        rows = zip(self._chosen, self._visible, strict=True)
+        all_QK = [
+            part if part is not None else seen.new_full((len(seen), self._latent.index.top_k), -1).int()
+            for part, seen in rows
+        ]
+        return torch.cat(all_QK)
+
+    @chosen_TK.setter
+    def chosen_TK(self, chosen_TK: torch.Tensor | None) -> None:
+        self._chosen = [None] * len(self._visible)
+        if chosen_TK is not None and self._latent.index is not None:
+            parts = zip(chosen_TK.split([len(seen) for seen in self._visible]), self._slots, strict=True)
+            self._chosen = [part if len(slots) > self._latent.index.top_k else None for part, slots in parts]
+
     def choose(self, q_TIE: torch.Tensor, weights_TI: torch.Tensor, key_TE: torch.Tensor, layer: int) -> None:
         batch, pool, index = self._batch, self._pool, self._latent.index
         assert batch is not None and pool is not None and index is not None, "plan comes before choose"

@@ -90,7 +90,8 @@ class TritonLatent:
         self._deterministic = deterministic
         self._pool: LatentPool | None = None
         self._rows = StepRows()
-        self._chosen_TK: torch.Tensor | None = None
+        self.chosen_TK: torch.Tensor | None = None
+        """What layers that share a choice go by."""
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         device = kv_pool.device
@@ -116,7 +117,7 @@ class TritonLatent:
         """What layers read from here on."""
         assert isinstance(kv_pool, LatentPool), "latents lie in a pool of their own kind"
         device = kv_pool.device
-        self._rows, self._chosen_TK = rows, None
+        self._rows, self.chosen_TK = rows, None
         if self._pool is not kv_pool:
             capability = torch.cuda.get_device_capability(device)[0] * 10 if device.type == "cuda" else 90
             latent, heads = self._latent, self._spec.num_heads
@@ -130,7 +131,7 @@ class TritonLatent:
         assert pool is not None and index is not None, "plan comes before choose"
         keys, most = pool.index_keys(layer), rows.most
         pool.write_index(layer, rows.write_slots_T, key_TE)
-        self._chosen_TK = None
+        self.chosen_TK = None
         if most <= index.top_k:
             return
         tokens = len(key_TE)
@@ -155,7 +156,7 @@ class TritonLatent:
                 most,
             )
             dsa_select(scores_TS[:count], visible_T, chosen_TK[part], counts[:count])
-        self._chosen_TK = chosen_TK
+        self.chosen_TK = chosen_TK
 
     def run(
         self,
@@ -173,7 +174,7 @@ class TritonLatent:
         pool.write(layer, rows.write_slots_T, k_TKH[:, 0])
         tokens, heads = q_TNH.shape[:2]
         out_TNL = q_TNH.new_empty(tokens, heads, self._latent.rank)
-        chosen_TK = self._chosen_TK if self._spec.layers[layer].index != "none" else None
+        chosen_TK = self.chosen_TK if self._spec.layers[layer].index != "none" else None
         most = rows.most if chosen_TK is None else chosen_TK.shape[1]
         fixed = 0 if not self._deterministic else FIXED_PIECE if chosen_TK is None else FIXED_CHOICE
         tiles = ceil_div(heads, self._config.block_m)

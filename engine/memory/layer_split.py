@@ -69,10 +69,12 @@ class SplitBytes:
 
 @dataclass(slots=True)
 class Sent:
-    """Bytes that had to reach every rank: pages of former steps, rows of the steps' own tokens."""
+    """Bytes: pages of former steps and rows of the steps' own tokens, which every rank gets; and what went to owners
+    and back in steps whose queries travelled."""
 
     pages: int = 0
     rows: int = 0
+    queries: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

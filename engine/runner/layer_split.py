@@ -1,7 +1,8 @@
 """Runs a model over batches whose tokens are divided over ranks.
 
 Owns which tokens are this rank's (every `size`th, so that each rank has as much to attend to as the others), what
-the step's pages are called in it, and that all ranks take the same step. Every rank schedules by itself from the same
+the step's pages are called in it, whether pages travel to queries or queries to pages (whichever is less), and that
+all ranks take the same step. Every rank schedules by itself from the same
 requests; what a step is made of goes into a digest that all compare before anything is computed. Ignores how pages
 and rows travel (`engine.memory.layer_split`).
 
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend
+from engine.attention.mla_owners import OwnersAttention
 from engine.batch import ForwardBatch
 from engine.context_parallel import ContextParallel
 from engine.errors import Corrupt
 from engine.memory.layer_split import SplitLatents, StepPages
 from engine.memory.transfer import send
 from engine.models.decoder import CausalLM
-from engine.runner.model_runner import PADDING_KEY, ROW_MULTIPLE, ModelRunner
+from engine.runner.model_runner import PADDING_KEY, ROW_MULTIPLE, ModelRunner, padded
 
 
 class SplitRunner(ModelRunner):
@@ -34,6 +36,7 @@ class SplitRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv_pool, backend, deterministic)
         self.pool = kv_pool
+        self._owners = OwnersAttention(model.spec, backend, kv_pool)
         self.steps = 0
         self._digest = b""
 
@@ -44,12 +47,27 @@ class SplitRunner(ModelRunner):
         ranks, tokens = self.pool.ranks, batch.num_tokens
         pages, tables_BP = self._pages(host)
         mine = share_of(batch, ranks, self._share(tokens), pages, tables_BP)
-        self.pool.step.begin(pages)
-        hidden_MD = self.model.forward(mine, self.backend, self.pool.step, capture)
+        if self.sends_queries(len(pages.slots_T), len(pages.sent_P)):
+            self._owners.whole = _filled(batch, len(pages.slots_T) - tokens)
+            hidden_MD = self.model.forward(mine, self._owners, self.pool, capture)
+        else:
+            self.pool.step.begin(pages)
+            hidden_MD = self.model.forward(mine, self.backend, self.pool.step, capture)
         for layer in capture or {}:
             assert capture is not None
             capture[layer] = ranks.gather(capture[layer])[:tokens]
         return ranks.gather(hidden_MD)[:tokens]
+
+    def sends_queries(self, tokens: int, pages: int) -> bool:
+        """Whether queries of so many tokens, and what comes back, are fewer numbers than so many pages."""
+        spec, latent = self.model.spec, self.model.spec.latent
+        assert latent is not None, "the spec has latents"
+        queries = spec.num_layers * spec.num_heads * (latent.row + latent.rank)
+        if latent.index is not None:
+            index = latent.index
+            choosing = sum(layer.index == "own" for layer in spec.layers)
+            queries += choosing * (index.heads * (index.head_dim + 1) + index.top_k)
+        return tokens * queries < pages * self.pool.page_size * spec.token_numbers
 
     def _share(self, tokens: int) -> int:
         """Tokens of each rank, those that fill up included."""
@@ -93,6 +111,11 @@ class SplitRunner(ModelRunner):
         step_slots_T = names[slots_T // size].astype(np.int64) * size + slots_T % size
         sent_P, slots, step_slots = (send(each, pool.device) for each in (sent.astype(np.int64), slots_T, step_slots_T))
         return StepPages(sent_P, slots, step_slots), send(tables_BP, pool.device)
+
+
+def _filled(batch: ForwardBatch, extra: int) -> ForwardBatch:
+    """The whole batch with what fills up the ranks' shares: each such token sees one token of scratch."""
+    return replace(padded(batch, extra), seq_lens=[*batch.seq_lens, 1]) if extra else batch
 
 
 class _Host:

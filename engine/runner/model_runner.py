@@ -62,7 +62,7 @@ class ModelRunner:
         """
         tokens = batch.num_tokens
         extra = -tokens % ROW_MULTIPLE if self.deterministic else 0
-        whole = _padded(batch, extra) if extra else batch
+        whole = padded(batch, extra) if extra else batch
         states = None if self.states is None else StateStep.of(whole, self.states, self.deterministic)
         hidden_TD = self.model.forward(whole, self.backend, self.kv_pool, capture, states)
         if self.states is not None and batch.state_slots is not None:
@@ -125,7 +125,7 @@ class ModelRunner:
         return torch.cat(parts) if parts else hidden_TD.new_zeros(0, dtype=torch.float32)
 
 
-def _padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
+def padded(batch: ForwardBatch, extra: int) -> ForwardBatch:
     """The batch with one more row of `extra` tokens in the scratch page, whose results nobody reads."""
     zeros = batch.input_ids_T.new_zeros(extra)
     return replace(

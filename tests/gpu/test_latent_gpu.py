@@ -91,8 +91,8 @@ def test_kernels_equal_the_definition(heads, rank, index_heads, top_k, dtype, de
     for row, count in enumerate(scene.batch.query_lens):
         chosen = reference._chosen[row]
         if chosen is not None:
-            assert kernels._chosen_TK is not None
-            assert torch.equal(kernels._chosen_TK[start : start + count], chosen), f"row {row}"
+            assert kernels.chosen_TK is not None
+            assert torch.equal(kernels.chosen_TK[start : start + count], chosen), f"row {row}"
         start += count
     for out, wanted in zip(actual, expected, strict=True):
         tolerance = 1e-5 if dtype == FP32 else 1e-2

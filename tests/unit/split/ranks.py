@@ -6,6 +6,7 @@ Ranks are forked, which saves them most of their start; nothing here may touch a
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def told(engine: Engine, groups: list[GroupOutput], drawn: int = 0) -> dict:
         "retractions": engine.counters.retractions,
         "bytes": pool.bytes,
         "step_bytes": 0 if split is None else split.step.bytes,
-        "sent": [0, 0] if split is None else [split.step.sent.pages, split.step.sent.rows],
+        "sent": {} if split is None else asdict(split.step.sent),
         "whole": 0 if split is None else engine.counters.steps * whole_bytes(engine),
     }
 

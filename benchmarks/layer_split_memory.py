@@ -119,11 +119,12 @@ def exchanged() -> list[Row]:
         Row(case, "prompt tokens found in the cache", found["cached"], "tokens"),
     ]
     for part in ("prefill", "decode"):
-        steps, pages, mine, whole = found[part]
+        steps, pages, mine, queries, whole = found[part]
         rows += [
             Row(case, f"{part}: pages sent in a step", pages / steps / 1024, "KiB"),
             Row(case, f"{part}: rows of its own tokens", mine / steps / 1024, "KiB"),
-            at_most(case, f"{part}: both, of whole layers", 100 * (pages + mine) / (steps * whole), "%", 25),
+            Row(case, f"{part}: queries, and what comes back", queries / steps / 1024, "KiB"),
+            at_most(case, f"{part}: all, of whole layers", 100 * (pages + mine + queries) / (steps * whole), "%", 25),
         ]
     return rows
 
@@ -149,10 +150,10 @@ def _serve(rank: int, folder: str) -> None:
     whole = SplitBytes.of(parts.model.spec, 1, 4).stored[0] * (pool.num_pages - 1) * pool.page_size
     found: dict[str, Any] = {}
     for part, new in (("prefill", 1), ("decode", 16)):
-        before = engine.counters.steps, sent.pages, sent.rows
+        before = engine.counters.steps, sent.pages, sent.rows, sent.queries
         prompts = [np.concatenate((shared, draws.integers(0, 2000, 128).astype(np.uint32))) for _ in range(2)]
         outputs = engine.generate([_request(f"{part}{i}", ids, new) for i, ids in enumerate(prompts)])
-        after = engine.counters.steps, sent.pages, sent.rows
+        after = engine.counters.steps, sent.pages, sent.rows, sent.queries
         found[part] = [*(end - start for start, end in zip(before, after, strict=True)), whole]
         found[f"{part} ids"] = [sample.ids.tolist() for group in outputs for sample in group.samples]
     found["cached"] = engine.counters.cached_tokens

@@ -57,6 +57,7 @@ class Scheduler:
         self.scoring: deque[ScoreTask] = deque()
         self.draining = False
         self._restoring = True
+        self._asked: set[tuple[int, int]] = set()
 
     # --- entering -------------------------------------------------------------------------
 
@@ -339,13 +340,20 @@ class Scheduler:
         return cache.match(match.namespace, match.tokens, match.num_bytes // TOKEN_BYTES)
 
     def _prefetch(self, samples: list[Sample]) -> None:
-        """Begin to bring from the host what these will hit."""
-        if self.pages.restores is not None:
-            for sample in samples:
+        """Begin to bring from the host what these will hit. Those of before are asked for no further time."""
+        restores = self.pages.restores
+        if restores is None:
+            return
+        asked = set()
+        for sample in samples:
+            if sample.order not in self._asked:
                 tokens = sample.tokens()
-                self.pages.restores.prefetch(
-                    self.pages.match(self.namespace_of(sample.group), tokens, len(tokens) - 1)
-                )
+                limited = restores.busy
+                match = self.pages.match(self.namespace_of(sample.group), tokens, len(tokens) - 1)
+                if not restores.prefetch(match) and limited:
+                    continue  # perhaps for want of room
+            asked.add(sample.order)
+        self._asked = asked
 
     def _prompt_scorer(self, group: Group) -> Scorer | None:
         """For the one prefill of a group that also scores its prompt, where that is wanted."""

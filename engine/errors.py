@@ -19,6 +19,7 @@ ErrorCode = Literal[
     "CORRUPT",
     "PAUSED",
     "DRAINING",
+    "UNREACHABLE",
     "TIMEOUT",
     "INTERNAL",
 ]

@@ -44,7 +44,7 @@ _EVENTS = {FrameType.DELTA: Delta, FrameType.SAMPLE_END: SampleEnd, FrameType.GR
 class ServerLost(SparkrollError):
     """The service could not be reached, or the connection was lost and every retry with it."""
 
-    code = "DRAINING"
+    code = "UNREACHABLE"
     retryable = True
 
 
@@ -207,7 +207,8 @@ class HttpCaller:
             return DeadlineExceeded(
                 field=route.name, expected=f"an answer within {attempts.timeout_s} s", actual="none"
             )
-        return ServerLost(f"{route.name}: {type(error).__name__} {error}".rstrip())
+        what = f"{type(error).__name__} {error}".rstrip()
+        return ServerLost(f"{route.name}: no rollout service answers at {self._http.base_url} ({what})")
 
     def refusal(self, response: httpx.Response) -> SparkrollError:
         if response.headers.get("content-type", "").startswith(BODY_TYPE):

@@ -21,7 +21,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.errors import Corrupt, DeadlineExceeded, Draining, SparkrollError
+from engine.dspark.config import check_drafter
+from engine.errors import Corrupt, DeadlineExceeded, Draining, InvalidRequest, SparkrollError
 from engine.types import PauseMode, UpdateBegin
 from rollout.actors.launch import Launcher, ensure_ray
 from rollout.actors.remote import ActorService, SharedPut
@@ -90,11 +91,21 @@ class Fleet:
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await _to_the_end(self.stop())
 
+    def _check_folders(self) -> None:
+        """Refuse what is not there before anything is started; a cluster's drafter may lie where its engines are."""
+        if self.config.fleet.ray_address is None:
+            check_drafter(self.config.engine.dspark.drafter, "engine.dspark.drafter")
+        for name, folder in self.config.adapters.items():
+            if not Path(folder, "adapter_config.json").is_file():
+                expected = "a folder that peft saved, with an adapter_config.json"
+                raise InvalidRequest(field=f"adapters.{name}", expected=expected, actual=str(folder))
+
     async def start(self) -> None:
         """Return when every engine serves; raise what kept the first one from it."""
         try:
             self._say(f"finding model {self.config.model}")
             folder = await asyncio.to_thread(resolve_model, self.config.model, self.config.catalog)
+            self._check_folders()
             self._say("starting Ray")
             self._owns_ray = await asyncio.to_thread(ensure_ray, self.config.fleet.ray_address)
             self._launcher = await asyncio.to_thread(Launcher, self.config, folder)

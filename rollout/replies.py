@@ -25,6 +25,7 @@ STATUS_BY_CODE: dict[ErrorCode, int] = {
     "PAUSED": 503,
     "DRAINING": 503,
     "TIMEOUT": 504,
+    "UNREACHABLE": 503,
 }
 
 

@@ -15,13 +15,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import InvalidRequest
 from trainer_bridge.trainer import PolicyTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _NAME = re.compile(r"step-(\d{6})$")
 
@@ -50,6 +52,8 @@ def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 
 def load_policy(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM  # takes long, and settings are read without it
+
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
 
 

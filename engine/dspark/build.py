@@ -16,7 +16,7 @@ from engine.attention.registry import make_attention
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.block_model import BlockDrafterModel, shared_ends
 from engine.dspark.block_spec import check_fits, read_drafter_spec
-from engine.dspark.config import NGRAM, NGRAM_DRAFTS, DSparkConfig
+from engine.dspark.config import NGRAM, NGRAM_DRAFTS, DSparkConfig, check_drafter
 from engine.dspark.drafter import Drafter
 from engine.dspark.ngram import NgramDrafter
 from engine.dspark.states import StateStore, with_states
@@ -52,6 +52,7 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
         drafts = NGRAM_DRAFTS if config.drafts is None else config.drafts
         return LoadedDrafter(lambda pool: NgramDrafter(drafts))
     folder = Path(config.drafter)
+    check_drafter(config.drafter)
     spec = read_drafter_spec(folder)
     check_fits(spec, target.spec)
     arena = WeightArena(lambda device: BlockDrafterModel(spec, target.dtype, device), device, "drafter")

@@ -80,6 +80,12 @@ def check_config(config: DSparkConfig) -> None:
         raise InvalidRequest(field="dspark.drafts", expected="1 or more", actual=config.drafts)
 
 
+def check_drafter(drafter: str, field: str = "dspark.drafter") -> None:
+    """Raise `InvalidRequest` for what names neither a kind of drafter nor a folder that is there."""
+    if drafter not in ("none", NGRAM) and not Path(drafter).is_dir():
+        raise InvalidRequest(field=field, expected=f"'none', '{NGRAM}' or a drafter's folder", actual=drafter)
+
+
 def number_of_drafts(config: DSparkConfig, traits: DrafterTraits) -> int:
     """The most drafts of a round, refused beyond what the drafter makes."""
     drafts = traits.max_drafts if config.drafts is None else config.drafts

@@ -32,7 +32,11 @@ def ensure_ray(address: str | None) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address=address or "local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=True)
+    try:
+        ray.init(address=address or "local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=True)
+    except Exception as error:  # Ray says most of what can go wrong here in plain exceptions
+        where = f"the cluster at {address}" if address else "a Ray session on this machine, which may be busy"
+        raise Overloaded(f"Ray did not start: {where}; {error}") from error
     return True
 
 

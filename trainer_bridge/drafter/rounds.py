@@ -191,7 +191,7 @@ class FullWindowRounds:
             emitted = self._take(row, ids[start : start + kept + 1][:left])
             start += kept + 1
             stats = log.stats.setdefault(row.domain, DraftStats(log.drafts))
-            stats.observe(log.drafts, log.drafts, kept, emitted)
+            stats.observe([log.drafts], [log.drafts], [kept], [emitted])
             log.chances.append(verdict.chances[b])
             log.domains.append(row.domain)
         if confidence_BG is not None:

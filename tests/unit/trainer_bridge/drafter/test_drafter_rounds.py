@@ -197,8 +197,7 @@ def test_calibration_helps_on_rounds_it_has_not_seen_and_is_drawn(world, trained
 
 def test_case_l3_counters_become_the_published_figures():
     stats = DraftStats(4)
-    for accepted in (4, 2, 0, 1):
-        stats.observe(4, 4, accepted, accepted + 1)
+    stats.observe([4] * 4, [4] * 4, [4, 2, 0, 1], [5, 3, 1, 2])
     report = report_of_statistics({"d": stats}, rule="rejection", temperature=1.0).overall
     assert report.accept_length == 11 / 4 and report.accepted == 7 / 4 and report.tokens == 11
     assert report.survival == [3 / 4, 2 / 4, 1 / 4, 1 / 4] and report.conditional == [3 / 4, 2 / 3, 1 / 2, 1.0]
@@ -229,7 +228,7 @@ def test_logs_add_up():
     one, two = RoundLog(2), RoundLog(2)
     for log, domain in ((one, "a"), (two, "a")):
         log.stats[domain] = DraftStats(2)
-        log.stats[domain].observe(2, 2, 1, 2)
+        log.stats[domain].observe([2], [2], [1], [2])
         log.chances.append([0.5, 0.25])
         log.verified.append(2)
     one.add(two)

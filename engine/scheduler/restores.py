@@ -26,6 +26,7 @@ from engine.scheduler.restore_plan import RestorePlan, RestorePlanner
 PREFETCH_SHARE = 4
 """Pages in flight for those who wait are at most one over this of the pool."""
 
+
 @dataclass(slots=True)
 class Part:
     """Rows of one kind and the units they go to; `whole` says which have arrived, in order."""

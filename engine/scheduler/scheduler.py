@@ -19,17 +19,14 @@ import numpy as np
 from engine.adapters import Adapters, Lease
 from engine.cache.key import Namespace
 from engine.cache.prefix_cache import Match
-from engine.cache.radix_tree import TOKEN_BYTES
 from engine.config import SchedulerConfig, number
 from engine.metrics import EngineCounters
 from engine.request import Group, Sample, SampleState
 from engine.scheduler.pages import PageManager, Sequence
+from engine.scheduler.prefetch import AHEAD, Prefetch
 from engine.scheduler.prefill import Prefill, Scorer, ScoreTask
 from engine.types import CacheHit
 from lora.versions import AdapterVersion
-
-AHEAD = 4
-"""Of those who wait, so many have what they will hit brought from the host."""
 
 
 class Scheduler:
@@ -56,15 +53,14 @@ class Scheduler:
         self.prefills: list[Prefill] = []
         self.scoring: deque[ScoreTask] = deque()
         self.draining = False
-        self._restoring = True
-        self._asked: set[tuple[int, int]] = set()
+        self._prefetch = Prefetch(pages, namespace_of)
 
     # --- entering -------------------------------------------------------------------------
 
     def add(self, samples: list[Sample]) -> None:
         for sample in samples:
             self._enqueue(sample)
-        self._prefetch(samples[:1])
+        self._prefetch.ahead(samples[:1])
 
     def add_scoring(self, tasks: list[ScoreTask]) -> None:
         self.scoring.extend(tasks)
@@ -127,10 +123,10 @@ class Scheduler:
         if restores.busy and not (self.running or self.prefills):
             # Nobody computes meanwhile, and what is on its way may hold the pages that are wanted.
             restores.finish()
-            self._restoring = False
+            self._prefetch.waits = False
             self._admit_all()
-            self._restoring = True
-        self._prefetch(self.waiting[:AHEAD])
+            self._prefetch.waits = True
+        self._prefetch.ahead(self.waiting[:AHEAD])
 
     def _admit_all(self) -> None:
         self._adapter_missing = False
@@ -266,7 +262,7 @@ class Scheduler:
             return False
         scorer, namespace = task.make_scorer(), task.namespace_of()
         limit = min(len(task.tokens) - 1, scorer.match_limit)
-        match = self._restored(self.pages.match(namespace, task.tokens, limit))
+        match = self._prefetch.restored(self.pages.match(namespace, task.tokens, limit))
         if match is None:
             return False
         prefill = self._open(task.tokens, namespace, match, len(task.tokens))
@@ -315,7 +311,7 @@ class Scheduler:
                     if self.pages.states is not None:
                         prefill.stops.add(shared)
                     return False
-        match = self._restored(match)
+        match = self._prefetch.restored(match)
         if match is None:
             return False
         prefill = self._open(tokens, namespace, match, self._target_length(sample))
@@ -327,33 +323,6 @@ class Scheduler:
             for sibling in [s for s in group.samples if s.state is SampleState.WAITING and not s.ids]:
                 self._attach(sibling, prefill)
         return True
-
-    def _restored(self, match: Match) -> Match | None:
-        """The match with what the host had for it; None while that is on its way."""
-        restores, cache = self.pages.restores, self.pages.cache
-        if restores is None or not self._restoring:
-            return match
-        if restores.prefetch(match):
-            return None
-        if match.changes == cache.tree.changes:
-            return match
-        return cache.match(match.namespace, match.tokens, match.num_bytes // TOKEN_BYTES)
-
-    def _prefetch(self, samples: list[Sample]) -> None:
-        """Begin to bring from the host what these will hit. Those of before are asked for no further time."""
-        restores = self.pages.restores
-        if restores is None:
-            return
-        asked = set()
-        for sample in samples:
-            if sample.order not in self._asked:
-                tokens = sample.tokens()
-                limited = restores.busy
-                match = self.pages.match(self.namespace_of(sample.group), tokens, len(tokens) - 1)
-                if not restores.prefetch(match) and limited:
-                    continue  # perhaps for want of room
-            asked.add(sample.order)
-        self._asked = asked
 
     def _prompt_scorer(self, group: Group) -> Scorer | None:
         """For the one prefill of a group that also scores its prompt, where that is wanted."""

@@ -18,8 +18,9 @@ from engine import Engine
 from engine.context_parallel import ALONE, ContextParallel
 from engine.memory.layer_split import SplitLatents
 from engine.memory.needs import token_bytes
-from engine.types import GroupOutput
+from engine.types import GroupOutput, ScoreRequest
 from tests.support import ask, make_config, prompt
+from tests.unit.engine.lora_cases import ask_with
 
 
 def serve(folder: Path, ranks: ContextParallel, deterministic: bool = False) -> dict:
@@ -40,6 +41,19 @@ def glance(folder: Path, ranks: ContextParallel) -> dict:
     engine = Engine.from_pretrained(folder, make_config(kv_tokens=256, prefill_tokens=8), ranks)
     groups = engine.generate([ask("a", prompt(13), max_new=2)])
     return told(engine, groups + engine.generate([ask("b", prompt(19), n=2, max_new=3, temperature=0.5)]), drawn=1)
+
+
+def adapted(folder: Path, ranks: ContextParallel) -> dict:
+    """Two policies and the base side by side, twice; then a sequence is scored."""
+    engine = Engine.from_pretrained(folder, make_config(prefill_tokens=16), ranks)
+    for name in "ab":
+        engine.adapters.register_folder(name, folder / f"adapter-{name}")
+    groups = []
+    for turn in range(2):
+        names = ("a", None, "b")
+        groups += engine.generate([ask_with(name, f"{turn}{name}", prompt(11), n=2, max_new=5) for name in names])
+    scored = engine.score(ScoreRequest(sequences=[prompt(30)], start=3))
+    return told(engine, groups) | {"scored": np.asarray(scored.sequences[0].logprobs).tolist()}
 
 
 def told(engine: Engine, groups: list[GroupOutput], drawn: int = 0) -> dict:
@@ -79,7 +93,7 @@ def disagree(folder: Path, ranks: ContextParallel) -> dict:
     return {"kind": "none"}
 
 
-WORK = {"serve": serve, "glance": glance, "disagree": disagree}
+WORK = {"serve": serve, "glance": glance, "adapted": adapted, "disagree": disagree}
 
 
 def run(rank: int, size: int, folders: list[str], out: str, work: str, deterministic: bool) -> None:

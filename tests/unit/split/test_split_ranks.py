@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.oracle.test_generate_latent import save
+from tests.unit.engine.lora_cases import save_adapter
 from tests.unit.split.ranks import results
 
 KINDS = {
@@ -59,6 +60,19 @@ def test_deterministic_ranks_equal_one_to_the_bit(glm, tmp_path) -> None:
     ((one,),) = results(folders, tmp_path / "a", 1, deterministic=True)
     (ranks,) = results(folders, tmp_path / "b", 2, deterministic=True)
     assert_same(one, ranks, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_and_scoring(glm, tmp_path) -> None:
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj"]
+    for seed, name in enumerate("ab"):
+        save_adapter(glm, glm / f"adapter-{name}", seed, target_modules=targets)
+    ((one,),), (ranks,) = (results([glm], tmp_path / str(size), size, "adapted") for size in (1, 2))
+    assert_same(one, ranks, 1e-4)
+    assert one["ids"][0] != one["ids"][1] != one["ids"][2], "adapters matter"
+    for rank in ranks:
+        np.testing.assert_allclose(rank["scored"], one["scored"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Prefetch:
                 tokens = sample.tokens()
                 limited = restores.busy
                 match = self._pages.match(self._namespace_of(sample.group), tokens, len(tokens) - 1)
-                if not restores.prefetch(match) and limited:
+                if not restores.prefetch(match, ahead=True) and limited:
                     continue  # perhaps for want of room
             asked.add(sample.order)
         self._asked = asked

@@ -75,20 +75,20 @@ class Restores:
     def busy(self) -> bool:
         return bool(self._under_way)
 
-    def prefetch(self, match: Match) -> bool:
-        """Begin to bring what makes this hit longer. Whether something is under way for it: then the match should
-        be asked for again later."""
+    def prefetch(self, match: Match, ahead: bool = False) -> bool:
+        """Begin to bring what makes this hit longer. Whether something is under way for it, or has to land before
+        there is room: then the match should be asked for again later. Who asks `ahead` of his turn gets less."""
         plan = self._planner.plan(match)
         if plan is None:
             return False
         key = match.namespace, plan.key
         if key not in self._under_way:
             flying = sum(len(each.plan.pages) for each in self._under_way.values())
-            if flying and (flying + len(plan.pages)) * PREFETCH_SHARE > self._cache.allocator.num_pages:
+            if ahead and flying and (flying + len(plan.pages)) * PREFETCH_SHARE > self._cache.allocator.num_pages:
                 return False
             restore = self._begin(plan)
             if restore is None:
-                return False
+                return self.busy
             self._under_way[key] = restore
             self.pump()
         return key in self._under_way

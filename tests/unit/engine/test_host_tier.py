@@ -12,6 +12,7 @@ from tests.oracle.latent_models import index, shape
 from tests.support import TOLERANCE, ask, make_engine, save_tiny, update
 from tests.unit.dspark.served import dspark, save_random, timeless
 from tests.unit.engine.schedules import fuzz
+from tests.unit.engine.test_updates import Sink
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROMPTS, LENGTH = 9, 54
@@ -140,6 +141,65 @@ class Torn(HostLanes):
             elif self.fault == "bit":
                 row_X[7] ^= 4
         return super().bring(layout, rows, arena)
+
+
+class Late(HostLanes):
+    """Copies of three rows at most, two at a time, that take their time as a device's do."""
+
+    flying = 0
+
+    def most(self, layout):
+        return 3
+
+    @property
+    def ready(self):
+        return self.flying < 2
+
+    def bring(self, layout, rows, arena):
+        arrival, self.flying = super().bring(layout, rows, arena), self.flying + 1
+        arrival.event = Later()
+        return arrival
+
+    def end(self, arrival):
+        self.flying -= 1
+
+
+class Later:
+    def __init__(self):
+        self.asked = 0
+
+    def query(self):
+        self.asked += 1
+        return self.asked > 3
+
+    def synchronize(self):
+        self.asked = 3
+
+
+@pytest.mark.parametrize("kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+def test_hits_wait_for_what_is_on_its_way(folders, kind):
+    """Others run meanwhile; somebody gives up; flushes and updates find copies in the air."""
+    engine = make(folders[kind], kind, True, max_running=3)
+    engine._parts.pages.restores.tier.lanes.__class__ = Late
+    cold = [sample.ids.tolist() for sample in serve(make(folders[kind], kind, False), 1, check=False)]
+    serve(engine, 1)
+    for turn in range(3):
+        sinks = [Sink() for _ in range(PROMPTS)]
+        for i, ids in enumerate(prompts()):
+            engine.add_group(ask(f"{turn} {i}", ids, max_new=4), sinks[i])
+        engine.abort([f"{turn} 1"])
+        while not all(sink.group for sink in sinks):
+            assert engine.step()
+            engine.check()
+            if turn == 1 and sinks[4].group:
+                engine.flush()
+        assert [sink.group.samples[0].ids.tolist() for i, sink in enumerate(sinks) if i != 1] == cold[:1] + cold[2:]
+        if turn == 0:
+            assert engine.counters.host_hit_tokens > 150
+    engine.add_group(ask("late", prompts()[0], max_new=4), Sink())
+    update(engine, folders[kind], 1, kv_policy="namespace")
+    assert [sample.ids.tolist() for sample in serve(engine, 1)] == cold
+    assert engine.flush() > 0 and engine.gauges().pages_free == engine.gauges().pages_total
 
 
 FAULTS = ["out", "back", "short", "other", "bit"]

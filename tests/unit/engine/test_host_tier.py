@@ -176,7 +176,9 @@ class Later:
         self.asked = 3
 
 
-@pytest.mark.parametrize("kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "full" else pytest.mark.slow) for kind in KINDS]
+)
 def test_hits_wait_for_what_is_on_its_way(folders, kind):
     """Others run meanwhile; somebody gives up; flushes and updates find copies in the air."""
     engine = make(folders[kind], kind, True, max_running=3)

@@ -114,6 +114,9 @@ class StepLatents(LatentPool):
     def begin(self, pages: StepPages) -> None:
         """The next layer is the first one, of a step with these pages."""
         self._pages = pages
+        for work in self._coming.values():  # of a step that was not finished
+            work.wait()
+        self._coming.clear()
         self._fetch(0)
 
     def write(self, layer: int, slots_T: torch.Tensor, kv_T2KH: torch.Tensor) -> None:

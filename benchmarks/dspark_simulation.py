@@ -19,7 +19,7 @@ import torch
 from benchmarks.report import Row, at_least
 from engine.dspark.cost_model import CostModel, StepShape, sweep_shapes
 from engine.dspark.planner import Outlook, Planner, drafted, spend
-from engine.dspark.survival import AcceptanceEstimate, LaggedSurvivals
+from engine.dspark.survival import AcceptanceEstimate, LaggedSurvivals, carried_on
 
 CLASSES = {"math": 0.95, "chat": 0.85, "poetry": 0.60}
 """Conditional acceptance of each draft."""
@@ -198,7 +198,12 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
             lens_B = spend(
                 torch.from_numpy(fresh_BG), torch.zeros(rows), torch.from_numpy(made_B), choice.budget
             ).numpy()
-            lagged.note(step, keys, fresh_BG)
+            if ragged:
+                # Nobody was told of drafts that were not made.
+                some = np.flatnonzero(made_B)
+                lagged.note(step, [keys[b] for b in some], carried_on(fresh_BG[some], made_B[some]))
+            else:
+                lagged.note(step, keys, fresh_BG)
         tokens_B = traffic.advance(lens_B)
         tier = times.tier(rows + int(lens_B.sum()))
         shape = StepShape(

@@ -128,7 +128,7 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer, plain: S
     most_rows, context_len = number(parts.config.scheduler.max_running), parts.model.spec.context_len
     stepper = RoundStepper(shared, table, parts.pages.table, most_rows, parts.counters)
     parts.memory.graphs.append(stepper)
-    speculation.plan_for(stepper.verify_tiers)
+    speculation.plan_for(stepper.verify_tiers, stepper.draft_tiers)
     if parts.device.type == "cuda" and not parts.config.cache.canary:
         seed_step_times(parts, speculation, table, stepper, plain, most_rows)
     return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, table.ring)

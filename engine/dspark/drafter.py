@@ -48,6 +48,11 @@ class DrafterTraits:
     has_probabilities: bool = False
     has_confidence: bool = False
 
+    @property
+    def lead(self) -> int:
+        """Slots of a block before the first that yields a draft."""
+        return max(0, self.block - self.max_drafts)
+
 
 @dataclass(slots=True)
 class Committed:

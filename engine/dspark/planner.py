@@ -86,12 +86,24 @@ class Choice:
     probe: bool = False
     slots: int = 0
 
+    def plan(self, step: int, slots: list[int]) -> StepPlan:
+        return StepPlan(
+            step=step,
+            slots=slots,
+            drafting=self.drafting,
+            budget=self.budget,
+            tier=self.tier,
+            lens=[0] * len(slots),
+            probe=self.probe,
+        )
+
 
 class Planner:
     """`tiers` are the verify-row counts that graphs exist for, ascending; None where every count is one
     (no graphs). `ragged`: the drafter makes as many drafts of each request as it is asked for, and is asked
     for those that the old survivals rank highest, a few more than are verified (`drafted`); else it always
-    makes all. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
+    makes all. `draft_tiers` are the numbers of drafts that graphs exist for then, ascending; what one has room for
+    is made. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
     change."""
 
@@ -102,6 +114,7 @@ class Planner:
         hysteresis: float = 0.01,
         probe_every: int = 64,
         ragged: bool = False,
+        draft_tiers: Sequence[int] | None = None,
     ) -> None:
         assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
         self._cost = cost
@@ -109,6 +122,7 @@ class Planner:
         self._hysteresis = hysteresis
         self._probe_every = probe_every
         self._ragged = ragged
+        self._draft_tiers = None if draft_tiers is None else np.array(draft_tiers)
         self._last: tuple[bool, int] | None = None
         self._without = 0
 
@@ -153,7 +167,7 @@ class Planner:
         if not len(tiers_C):
             return None
         budgets_C = np.minimum(tiers_C - rows, most)
-        slots_C = np.minimum(np.ceil(budgets_C * _SPARE), most) if self._ragged else np.full(len(tiers_C), most)
+        slots_C = self._slots(budgets_C, most) if self._ragged else np.full(len(tiers_C), most)
         shares_C = slots_C / (rows * whole) if self._ragged else 1.0
         tokens_C = rows + np.cumsum(values_BG.T.ravel()[order])[budgets_C - 1]
         context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])[budgets_C - 1]
@@ -173,6 +187,14 @@ class Planner:
             seconds=float(seconds_C[best]),
             slots=int(slots_C[best]),
         )
+
+    def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
+        """Drafts to make where so many are verified."""
+        slots_C = np.ceil(budgets_C * _SPARE).astype(np.int64)
+        if self._draft_tiers is not None:
+            places_C = np.searchsorted(self._draft_tiers, slots_C)
+            slots_C = self._draft_tiers[np.minimum(places_C, len(self._draft_tiers) - 1)]
+        return np.minimum(slots_C, most)
 
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
         """What was done last is done again where the other is hardly better."""

@@ -26,10 +26,10 @@ from engine.dspark.acceptance import Round, verify_coupled, verify_rejection
 from engine.dspark.alternation import Alternation
 from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
-from engine.dspark.draft_step import DraftStep
+from engine.dspark.draft_step import DraftStep, distinct_tokens
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.picks import CoupledPick, RejectionPick
-from engine.dspark.planner import Choice, Outlook, Planner, StepPlan, spend, windows
+from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
 from engine.dspark.scaling import SurvivalScaling
@@ -68,6 +68,8 @@ class Speculation:
         self._context_len = context_len
         self._device = device
         self._planner = Planner(cost, None, probe_every=config.probe_every)
+        self.by_request = False
+        """Whether rounds draft blocks of different lengths, as many drafts of each row as the plan says."""
         self._lagged = LaggedSurvivals()
         self._step = 0
         self._residents: dict[int, tuple[int, Sample]] = {}
@@ -105,7 +107,7 @@ class Speculation:
             proposal = Proposal(found.ids_BG[kept], [found.lens[row] for row in kept])
         order = sorted(range(len(samples)), key=lambda b: most[b] == 0)
         samples, most = [samples[b] for b in order], [most[b] for b in order]
-        step = self._plan(samples, most)
+        step, most = self._plan(samples, most)
         self.record.planning_seconds += time.perf_counter() - began
         if self.alternation is not None and not (any(most) or self.drafter.traits.foreseen):
             self.alternation.had_no_room()
@@ -156,22 +158,20 @@ class Speculation:
         least = [max(self.config.least, 0 if window is None else window.least) for window in asked]
         return np.minimum(np.array(least, dtype=np.int64), np.array(most, dtype=np.int64))
 
-    def _plan(self, samples: list[Sample], most: list[int]) -> DraftStep:
-        """The step without drafts, but with its budget."""
+    def _plan(self, samples: list[Sample], most: list[int]) -> tuple[DraftStep, list[int]]:
+        """The step without drafts, but with its budget, and the most drafts of each of its rows. Where their
+        number is chosen by row, those that make most of them come first."""
         rows, total = len(samples), sum(most)
         context_B = np.array([sample.length for sample in samples], dtype=np.float64)
         keys = [_key(sample) for sample in samples]
+        known = [self._lagged.known(self._step, key) for key in keys]
+        chances = [self.record.prior(row) if own is None else own for row, own in zip(samples, known, strict=True)]
         outlook = Outlook(
-            survival_BG=np.stack(
-                [
-                    self.record.prior(sample) if (known := self._lagged.known(self._step, key)) is None else known
-                    for sample, key in zip(samples, keys, strict=True)
-                ]
-            )[:, : self.max_drafts],
+            survival_BG=np.stack(chances)[:, : self.max_drafts],
             least_B=self.least(samples, most),
             most_B=np.array(most),
             context_B=context_B,
-            tokens_read=_distinct_tokens(samples),
+            tokens_read=distinct_tokens(samples),
         )
         if self.config.mode == "compact":
             choice = self._planner.choose(outlook, self.record.switch.allows(self._step, rows))
@@ -181,23 +181,21 @@ class Speculation:
             if drafting and self.config.mode == "cap_accept":
                 budget = self._planner.choose(outlook).budget
             choice = Choice(drafting, budget, rows + (total if drafting else 0), 0.0, 0.0)
-        slots = [_slot(sample) for sample in samples]
-        return DraftStep(
+        share = 1.0
+        if self.by_request and choice.drafting:
+            made_B = drafted(outlook, choice.slots)
+            share = int(made_B.sum()) / (rows * self.max_drafts)
+            order = np.argsort(-made_B, kind="stable").tolist()
+            samples, keys, most = [samples[b] for b in order], [keys[b] for b in order], made_B[order].tolist()
+        step = DraftStep(
             samples=samples,
             keys=keys,
             known=[len(sample.ids) for sample in samples],
             anchors=[sample.length - 1 for sample in samples],
-            plan=StepPlan(
-                step=self._step,
-                slots=slots,
-                drafting=choice.drafting,
-                budget=choice.budget,
-                tier=choice.tier,
-                lens=[0] * rows,
-                probe=choice.probe,
-            ),
-            shape=StepShape(rows, rows, choice.drafting, outlook.tokens_read, float(context_B.sum())),
+            plan=choice.plan(self._step, [_slot(sample) for sample in samples]),
+            shape=StepShape(rows, rows, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
         )
+        return step, most
 
     def _fill(self, step: DraftStep, most: list[int], proposal: Proposal | None) -> None:
         """Draft, and spend the budget over what came of it."""
@@ -223,7 +221,9 @@ class Speculation:
         step.proposal = proposal
         counts_B = np.array([1 + len(drafts) for drafts in step.drafts])
         contexts_B = np.array([sample.length for sample in step.samples])
-        step.shape = replace(step.shape, tier=int(counts_B.sum()), context_queries=float((contexts_B * counts_B).sum()))
+        # Drafters make whole blocks here, whatever the plan asked of them.
+        tier, queries = int(counts_B.sum()), float((contexts_B * counts_B).sum())
+        step.shape = replace(step.shape, tier=tier, context_queries=queries, share=1.0)
 
     def _propose(self, samples: list[Sample], device: torch.device | None = None) -> Proposal:
         traits, page_size = self.drafter.traits, self._pages.page_size
@@ -301,9 +301,14 @@ class Speculation:
             step.emitted = [len(sample.ids) - known for sample, known in zip(step.samples, step.known, strict=True)]
         self.record.observe(step, seconds)
 
-    def plan_for(self, tiers: Sequence[int]) -> None:
-        """Rounds run as graphs of these numbers of verify rows."""
-        self._planner = Planner(self.cost, tiers, probe_every=self.config.probe_every)
+    def plan_for(self, tiers: Sequence[int], draft_tiers: Sequence[int] | None = None) -> None:
+        """Rounds run as graphs of these numbers of verify rows and, where blocks are drafted by request, of these
+        numbers of block slots."""
+        self.by_request = draft_tiers is not None
+        # How many slots yield drafts is known ahead where all do.
+        known = None if self.drafter.traits.lead else draft_tiers
+        every, ragged = self.config.probe_every, self.by_request
+        self._planner = Planner(self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=known)
 
     def learn(self, step: DraftStep, seconds: float | None) -> None:
         """A round that the device decided on by itself, as `finish`: its confidences are news too."""
@@ -339,7 +344,7 @@ class Speculation:
             return
         if seconds is not None:
             context = float(sum(sample.length for sample in running))
-            shape = StepShape(len(running), len(running), False, _distinct_tokens(running), context)
+            shape = StepShape(len(running), len(running), False, distinct_tokens(running), context)
             self.cost.observe(shape, seconds)
         if not self.captured_layers:
             self._follow(running)
@@ -381,12 +386,6 @@ class Speculation:
         self.faulty = None
         self._lagged = LaggedSurvivals()
         self.record.new_drafter()
-
-
-def _distinct_tokens(samples: list[Sample]) -> float:
-    """Tokens in all contexts, a group's prompt counted once."""
-    prompts = {sample.group.arrival: len(sample.group.prompt) for sample in samples}
-    return float(sum(len(sample.ids) for sample in samples) + sum(prompts.values()))
 
 
 def _slot(sample: Sample) -> int:

@@ -43,6 +43,17 @@ class LaggedSurvivals:
         return None
 
 
+def carried_on(survival_BG: np.ndarray, made_B: np.ndarray) -> np.ndarray:
+    """Survivals beyond the drafts that were made of each request, at least one, as if each further draft had the
+    mean chance of those: whoever was sure of a short block is asked for a longer one."""
+    rows_B, last_B = np.arange(len(made_B)), made_B - 1
+    # A survival of nothing stays one.
+    known_B = np.maximum(survival_BG[rows_B, last_B], 1e-30)
+    beyond_BG = np.arange(survival_BG.shape[1]) - last_B[:, None]
+    carried_BG = known_B[:, None] * (known_B ** (1.0 / made_B))[:, None] ** beyond_BG
+    return np.where(beyond_BG > 0, carried_BG, survival_BG)
+
+
 class AcceptanceEstimate:
     """Running means of the chance that draft k is accepted given that those before were: over everything, by
     policy where there are several, by group, and by request. A narrower mean leans on the wider one with the

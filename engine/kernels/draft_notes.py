@@ -59,9 +59,9 @@ def note_drafts_reference(
 @triton.jit
 def _notes_kernel(
     hidden_ptr, anchor_ids_ptr, ids_ptr, log_q_ptr, weight_ptr, bias_ptr, w1_ptr, ids_out, confidence_out, log_q_out,
-    rows, row_stride, draft_stride,
+    at_ptr, rows, row_stride, draft_stride,
     G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, RANK: tl.constexpr,
-    CONFIDENCE: tl.constexpr, LOG_Q: tl.constexpr, EARLY: tl.constexpr,
+    CONFIDENCE: tl.constexpr, LOG_Q: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
     release_next(EARLY)
@@ -71,7 +71,13 @@ def _notes_kernel(
     if LOG_Q:
         tl.store(log_q_out + out, tl.load(log_q_ptr + at))
     if CONFIDENCE:
-        hidden_ptr += row.to(tl.int64) * row_stride + draft * draft_stride
+        token = row
+        if PACKED:
+            token = tl.load(at_ptr + at)
+            if token < 0:
+                tl.store(confidence_out + out, 0.0)
+                return
+        hidden_ptr += token.to(tl.int64) * row_stride + draft * draft_stride
         total = tl.load(bias_ptr).to(tl.float32)
         for first in range(0, D, CHUNK):
             k = first + tl.arange(0, CHUNK)
@@ -94,11 +100,13 @@ def note_drafts(
     log_q_GB: torch.Tensor,
     head: ConfidenceWeights | None,
     out: DraftNotes,
+    at_GB: torch.Tensor | None = None,
 ) -> None:
     """`hidden_BGD` are the states that drafts were made from, `ids_GB` int64 and `log_q_GB` float32 the drafts;
-    `anchor_ids_B` int64 are below 0 in idle rows."""
-    rows, drafts, width = hidden_BGD.shape
-    assert hidden_BGD.stride(2) == 1 and ids_GB.is_contiguous() and log_q_GB.is_contiguous()
+    `anchor_ids_B` int64 are below 0 in idle rows. With `at_GB` int32 states are packed, [T, D], and those are the
+    rows of drafts among them, below 0 where none was made: their confidence is 0."""
+    (drafts, rows), width = ids_GB.shape, hidden_BGD.shape[-1]
+    assert hidden_BGD.stride(-1) == 1 and ids_GB.is_contiguous() and log_q_GB.is_contiguous()
     assert out.confidence_BG is None or head is not None, "confidence needs a head"
     w1_VR = None if head is None else head.w1_VR
     rank = 0 if w1_VR is None else w1_VR.shape[1]
@@ -115,9 +123,10 @@ def note_drafts(
         out.ids_BG,
         log_q_GB if out.confidence_BG is None else out.confidence_BG,
         log_q_GB if out.log_q_BG is None else out.log_q_BG,
+        anchor_ids_B if at_GB is None else at_GB,
         rows,
         hidden_BGD.stride(0),
-        hidden_BGD.stride(1),
+        hidden_BGD.stride(1) if at_GB is None else 0,
         G=drafts,
         D=width,
         R=rank,
@@ -125,6 +134,7 @@ def note_drafts(
         RANK=power_of_two(max(1, rank)),
         CONFIDENCE=out.confidence_BG is not None,
         LOG_Q=out.log_q_BG is not None,
+        PACKED=at_GB is not None,
         EARLY=early,
         num_warps=4,
         **options(early),

@@ -30,20 +30,27 @@ IDLE = -1
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     """`context_len` is the target's, `draft_context` the drafter's; a round writes the drafter's states at
-    `block` positions from the anchor on (0: it has none), whose first is `mask_id` but for the anchor."""
+    `block` positions from the anchor on (0: it has none), whose ids are `mask_id` but for the anchor's. Where
+    blocks are drafted `by_request`, a row's is as long as its window, behind `lead` slots that yield nothing,
+    instead of whole or not at all."""
 
     context_len: int
     draft_context: int
     page_size: int
     block: int = 0
     mask_id: int = 0
+    lead: int = 0
+    by_request: bool = False
 
 
 @dataclass(slots=True)
 class BlockRows:
-    """The drafter's inputs: K slots of every row back to back, and each row's length at its block's end
-    (0: it drafts nothing). `slots_B` int32 are the slots of rows that draft, -1 elsewhere, and `drawn_KB` int64
-    the positions after the anchor, where drafts will stand."""
+    """The drafter's inputs: the slots of every row's block back to back, row b's from starts_B1[b] on, and its
+    length at its block's end (0: it drafts nothing). `slots_B` int32 are the slots of rows that draft, -1
+    elsewhere, and `drawn_KB` int64 the positions after the anchor, where drafts will stand.
+
+    Whole blocks are K slots each. Else `at_GB` int32 are the tokens that drafts are made from, -1 for those that
+    are not made, and `active_GB` uint8 tells which are."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -51,16 +58,39 @@ class BlockRows:
     seq_lens_B: torch.Tensor
     slots_B: torch.Tensor
     drawn_KB: torch.Tensor
+    starts_B1: torch.Tensor
+    at_GB: torch.Tensor | None = None
+    active_GB: torch.Tensor | None = None
 
     @staticmethod
     def empty(rows: int, block: int, device: torch.device) -> BlockRows:
+        """For whole blocks."""
+        whole = BlockRows._of(rows, rows * block, block, device)
+        whole.starts_B1.copy_(torch.arange(rows + 1) * block)
+        return whole
+
+    @staticmethod
+    def packed(rows: int, tokens: int, drafts: int, device: torch.device) -> BlockRows:
+        """For blocks of up to `drafts` drafts that fit `tokens` together (`engine.kernels.block_rows`)."""
+        packed = BlockRows._of(rows, tokens, drafts, device)
+        packed.at_GB = torch.full((drafts, rows), -1, dtype=torch.int32, device=device)
+        packed.active_GB = torch.zeros(drafts, rows, dtype=torch.uint8, device=device)
+        return packed
+
+    @staticmethod
+    def _of(rows: int, tokens: int, drawn: int, device: torch.device) -> BlockRows:
         def column(count: int, fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full((count,), fill, dtype=dtype, device=device)
 
-        tokens = rows * block
-        lens_B, slots_B = column(rows, 0, torch.int32), column(rows, -1, torch.int32)
-        drawn_KB = column(tokens, 0).view(block, rows)
-        return BlockRows(column(tokens, -1), column(tokens, 0), column(tokens, -1), lens_B, slots_B, drawn_KB)
+        return BlockRows(
+            ids_T=column(tokens, -1),
+            positions_T=column(tokens, 0),
+            write_slots_T=column(tokens, -1),
+            seq_lens_B=column(rows, 0, torch.int32),
+            slots_B=column(rows, -1, torch.int32),
+            drawn_KB=column(drawn * rows, 0).view(drawn, rows),
+            starts_B1=column(rows + 1, 0, torch.int32),
+        )
 
 
 @dataclass(slots=True)
@@ -104,7 +134,9 @@ def windows_reference(
     left = (table.max_new_S[slots] - table.new_S[slots] - 1).long()
     window = torch.minimum(most_B.long(), left)
     window = torch.minimum(window, torch.minimum(room_B.long() - 1, torch.tensor(limits.context_len - 2)) - anchor)
-    if limits.block:
+    if limits.by_request:
+        window = torch.minimum(window, limits.draft_context - limits.lead - anchor)
+    elif limits.block:
         fits = (anchor + limits.block <= limits.draft_context) & (anchor + limits.block <= room_B)
         window = torch.where(fits, window, 0)
     return torch.where(running, window.clamp(min=0), IDLE).to(torch.int32)
@@ -115,7 +147,7 @@ def _open_kernel(
     slots_ptr, most_ptr, room_ptr, finished_ptr, last_token_ptr, computed_ptr, new_ptr, max_new_ptr, tables_ptr,
     table_stride, window_ptr, anchor_ids_ptr, anchors_ptr, block_ids_ptr, block_positions_ptr, block_writes_ptr,
     block_lens_ptr, block_slots_ptr, drawn_ptr, rows, context_len, draft_context, mask_id,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, LEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -130,6 +162,8 @@ def _open_kernel(
     at = anchor.to(tl.int32)
     window = tl.minimum(tl.load(most_ptr + row).to(tl.int32), left)
     window = tl.minimum(window, tl.minimum(room - 1, context_len - 2) - at)
+    if LEAD >= 0:
+        window = tl.minimum(window, draft_context - LEAD - at)
     if BLOCK > 0:
         window = tl.where((at + BLOCK <= draft_context) & (at + BLOCK <= room), window, 0)
     window = tl.where(running, tl.maximum(window, 0), -1)
@@ -167,9 +201,10 @@ def open_rows(
     block: BlockRows | None,
 ) -> None:
     """Where rows stand: `window_B` int32 as `windows_reference`, the newest token (-1 where idle) and its
-    position, and the drafter's block. A row has pages for `room_B` tokens and may verify `most_B` drafts;
-    both int32, as are `slots_B` (-1 is padding)."""
-    assert (block is None) == (limits.block == 0), "a block needs buffers"
+    position, and the drafter's block where all are whole. A row has pages for `room_B` tokens and may
+    verify `most_B` drafts; both int32, as are `slots_B` (-1 is padding)."""
+    whole = 0 if limits.by_request else limits.block
+    assert (block is None) == (whole == 0), "a whole block needs buffers"
     nothing = anchors_B
     _open_kernel[(slots_B.shape[0],)](
         slots_B,
@@ -196,8 +231,9 @@ def open_rows(
         limits.draft_context,
         limits.mask_id,
         PAGE=limits.page_size,
-        BLOCK=limits.block,
-        WIDE=power_of_two(max(1, limits.block)),
+        BLOCK=whole,
+        WIDE=power_of_two(max(1, whole)),
+        LEAD=limits.lead if limits.by_request else -1,
         num_warps=1,
     )
 

@@ -1,10 +1,12 @@
 """A block drafter's part of a round, from fused kernels.
 
 Owns the launches of the block's forward pass over pages, and of the choice of one draft after another.
-Computes what `engine.dspark.block_model` computes, from the same parameters. Ignores what rows are
-(`engine.kernels.round_rows`) and how drafts are judged.
+Computes what `engine.dspark.block_model` computes, from the same parameters. Blocks are whole, or packed
+(`engine.kernels.block_rows`); then the head and the choice of draft k leave out rows that make fewer. Ignores
+what rows are (`engine.kernels.round_rows`) and how drafts are judged.
 
-Shapes: B rows, K block slots, G drafts, T = B * K tokens, D hidden, V vocabulary, L layers, R rank.
+Shapes: B rows, K block slots, G drafts, T tokens of all blocks (B * K of whole ones), D hidden, V vocabulary, L layers,
+R rank.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from engine.runner.round_plan import RoundModes
 
 
 class BlockLaunches:
-    """`block` are the inputs that `open_rows` fills; `drafts` of them are made."""
+    """`block` are the inputs that `open_rows` fills, or `pack_blocks` for `tokens` tokens of packed blocks; at most
+    `drafts` drafts of a row are made."""
 
     def __init__(
         self,
@@ -45,18 +48,22 @@ class BlockLaunches:
         page_tables_BP: torch.Tensor,
         modes: RoundModes,
         drafts: int,
+        tokens: int = 0,
     ) -> None:
         model, device, rows = drafter.model, drafter.pool.device, page_tables_BP.shape[0]
         spec, shape = model.spec, model.spec.backbone
-        self.block = BlockRows.empty(rows, spec.block, device)
+        if tokens:
+            self.block = BlockRows.packed(rows, tokens, drafts, device)
+        else:
+            tokens = rows * spec.block
+            self.block = BlockRows.empty(rows, spec.block, device)
         self._model, self._pool, self._attention, self._forward = model, drafter.pool, attention, forward
         self._table, self._modes, self._drafts = table, modes, drafts
-        starts_B1 = torch.arange(rows + 1, dtype=torch.int32, device=device) * spec.block
+        block = self.block
         self._plan = attention.plan_round_buffers(
-            page_tables_BP, self.block.seq_lens_B, starts_B1, spec.block, drafter.pool, at_end=True
+            page_tables_BP, block.seq_lens_B, block.starts_B1, spec.block, drafter.pool, at_end=True
         )
         self._qkv = QKVShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        tokens = rows * spec.block
         self._out_TNH = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device)
 
         def numbers(*dims: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,31 +99,48 @@ class BlockLaunches:
         self, slots_B: torch.Tensor, anchor_ids_B: torch.Tensor, anchors_B: torch.Tensor
     ) -> tuple[torch.Tensor | None, DraftDraw | None]:
         """Fill `notes.ids_BG` for every row that has a window; uncalibrated confidences [B, G], and for rejection
-        what drafts were drawn from."""
-        model, block, rows = self._model, self.block, len(slots_B)
-        first = model.spec.first_slot
-        hidden_BKD = self._hidden().view(rows, model.spec.block, -1)
-        hidden_BGD = hidden_BKD[:, first : first + self._drafts].contiguous()
-        logits_BGV = self._forward.logits(hidden_BGD.flatten(0, 1)).view(rows, self._drafts, -1)
-        if model.cut is not None:
-            logits_BGV.index_fill_(-1, model.cut, float("-inf"))
+        what drafts were drawn from. Drafts that are not made are left as they are."""
+        block, notes, rejects = self.block, self.notes, self._modes.rule == "rejection"
+        hidden, logits = self._states()
         columns = gather_columns(self._table, block.slots_B, block.drawn_KB[0], self._columns)
-        rejects = self._modes.rule == "rejection"
         if rejects:
             draft_seeds(self._table, slots_B, anchors_B, self._seeds_GB)
+        chosen = logits
+        if block.at_GB is not None:
+            # Rejection asks for all of them later.
+            chosen = logits.new_empty(len(slots_B), self._drafts if rejects else 1, logits.shape[-1])
         previous_B, state = anchor_ids_B, None
         for slot in range(self._drafts):
-            logits_BV = logits_BGV[:, slot]
-            state = self._lean(logits_BV, previous_B, hidden_BGD[:, slot], state)
+            if block.at_GB is None:
+                logits_BV = logits[:, slot]
+                state = self._lean(logits_BV, previous_B, hidden[:, slot], state)
+            else:
+                logits_BV = chosen[:, slot if rejects else 0]
+                state = self._lean_packed(logits, block.at_GB[slot], previous_B, hidden, state, logits_BV)
             seeds_B = self._seeds_GB[slot] if rejects else columns.seed_S
-            self._pick(slot, logits_BV, drawn_at(columns, block.drawn_KB[slot], seeds_B))
+            drawn = drawn_at(columns, block.drawn_KB[slot], seeds_B)
+            if block.active_GB is not None:
+                drawn.active_S = block.active_GB[slot]
+            self._pick(slot, logits_BV, drawn)
             previous_B = self._ids_GB[slot]
-        notes = self.notes
-        note_drafts(hidden_BGD, anchor_ids_B, self._ids_GB, self._log_q_GB, self._confidence, notes)
+        note_drafts(hidden, anchor_ids_B, self._ids_GB, self._log_q_GB, self._confidence, notes, block.at_GB)
         if notes.log_q_BG is None:
             return notes.confidence_BG, None
         cuts_GB2 = self._cuts_GB2 if self._modes.step.truncated else None
-        return notes.confidence_BG, DraftDraw(logits_BGV, notes.log_q_BG, cuts_GB2)
+        return notes.confidence_BG, DraftDraw(chosen, notes.log_q_BG, cuts_GB2)
+
+    def _states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """States that drafts are made from and their logits before the Markov head: [B, G, D] and [B, G, V] of
+        whole blocks, [T, D] and [T, V] of packed ones."""
+        model, hidden = self._model, self._hidden()
+        if self.block.at_GB is None:
+            first, rows = model.spec.first_slot, len(self.block.slots_B)
+            hidden = hidden.view(rows, model.spec.block, -1)[:, first : first + self._drafts].contiguous()
+        flat_TD = hidden.flatten(0, -2)
+        logits = self._forward.logits(flat_TD).view(*hidden.shape[:-1], -1)
+        if model.cut is not None:
+            logits.index_fill_(-1, model.cut, float("-inf"))
+        return hidden, logits
 
     def _lean(
         self, logits_BV: torch.Tensor, previous_B: torch.Tensor, hidden_BD: torch.Tensor, state: torch.Tensor | None
@@ -132,6 +156,24 @@ class BlockLaunches:
         code_BR, state = head.step(embedded_BR, hidden_BD, head.start(embedded_BR) if state is None else state)
         logits_BV.addmm_(code_BR, head.w2.t())
         return state
+
+    def _lean_packed(
+        self,
+        logits_TV: torch.Tensor,
+        at_B: torch.Tensor,
+        previous_B: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        state: torch.Tensor | None,
+        out_BV: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The same of the rows that `at_B` names, into `out_BV`; of others nobody asks."""
+        head = self._model.markov_head
+        if type(head) is MarkovHead:
+            markov_bias(logits_TV, previous_B, head.w1, head.w2, at_B, out_BV)
+            return None
+        places_B = at_B.clamp(min=0).long()
+        out_BV.copy_(logits_TV[places_B])
+        return self._lean(out_BV, previous_B, hidden_TD[places_B], state)
 
     def _pick(self, slot: int, logits_BV: torch.Tensor, columns: SampleColumns) -> None:
         truncated = self._modes.step.truncated

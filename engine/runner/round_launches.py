@@ -18,6 +18,7 @@ from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.drafter import Committed
 from engine.dspark.speculation import Speculation
+from engine.kernels.block_rows import pack_blocks
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
 from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
@@ -120,7 +121,8 @@ class RoundScratch:
 
 
 class RoundLaunches:
-    """Calling it enqueues one round; `record_BF` then tells of it."""
+    """Calling it enqueues one round; `record_BF` then tells of it. `draft_tokens` are those of packed blocks, 0
+    where blocks are whole."""
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class RoundLaunches:
         verify: int,
         modes: RoundModes,
         scratch: RoundScratch,
+        draft_tokens: int = 0,
     ) -> None:
         device, rows = parts.pool.device, inputs.rows
 
@@ -151,9 +154,8 @@ class RoundLaunches:
         if parts.draft_attention is not None:
             drafter = parts.speculation.drafter
             assert isinstance(drafter, BlockDrafter)
-            self._drafter = BlockLaunches(
-                drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts
-            )
+            given = (drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts)
+            self._drafter = BlockLaunches(*given, tokens=draft_tokens)
             self._drafter.sample_with(scratch.sampling, self._edits)
             self._drafts_BG = self._drafter.notes.ids_BG
         else:
@@ -174,23 +176,26 @@ class RoundLaunches:
 
     def __call__(self) -> None:
         inputs, parts, rows = self.inputs, self._parts, self._verify
-        drafter = self._drafter
+        drafter, limits = self._drafter, parts.limits
         open_rows(
             self._table,
             inputs.slots_B,
             inputs.most_B,
             inputs.room_B,
             inputs.page_tables_BP,
-            parts.limits,
+            limits,
             self._window_B,
             self._anchor_ids_B,
             self._anchors_B,
-            None if drafter is None else drafter.block,
+            None if drafter is None or limits.by_request else drafter.block,
         )
         confidence_BG, draw = None, None
         if drafter is None:
             self._drafts_BG.copy_(inputs.drafts_BG)
         else:
+            if limits.by_request:
+                stand = (inputs.slots_B, self._window_B, self._anchor_ids_B, self._anchors_B, inputs.page_tables_BP)
+                pack_blocks(*stand, limits, drafter.block)
             confidence_BG, draw = drafter.draft(inputs.slots_B, self._anchor_ids_B, self._anchors_B)
         survival_BG, lens_B, keep_B = self._lengths(confidence_BG)
         pack_rows(
@@ -201,7 +206,7 @@ class RoundLaunches:
             self._anchors_B,
             self._drafts_BG,
             inputs.page_tables_BP,
-            parts.limits.page_size,
+            limits.page_size,
             rows,
         )
         logits_RV = self._forward()

@@ -32,6 +32,12 @@ def round_parts(parts: Parts, speculation: Speculation, runner: FusedRunner) -> 
         return None
     draft_context = min(traits.context_len, speculation.config.max_context or traits.context_len)
     limits = RoundLimits(
-        spec.context_len, min(draft_context, 2**31 - 1 - traits.block), pool.page_size, traits.block, mask_id
+        context_len=spec.context_len,
+        draft_context=min(draft_context, 2**31 - 1 - traits.block),
+        page_size=pool.page_size,
+        block=traits.block,
+        mask_id=mask_id,
+        lead=traits.lead,
+        by_request=attention is not None and speculation.config.mode == "compact",
     )
     return RoundParts(spec, runner.fused, runner.attention, pool, speculation, limits, attention)

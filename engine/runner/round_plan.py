@@ -35,7 +35,8 @@ class RoundPlan:
     """`rounds` rounds of the rows in `slots`, each verifying at most `budget` drafts over `verify` rows.
 
     Row b drafts at most `most[b]` and at least `least[b]` where the device finds room for them in the
-    pages of `page_tables_BP`; `room[b]` are the tokens that these hold. `survival_BG` float32 is what the
+    pages of `page_tables_BP`; `room[b]` are the tokens that these hold. Where blocks are
+    drafted by request, `most` decides which graph runs. `survival_BG` float32 is what the
     budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
     host drafts.
     """
@@ -97,6 +98,15 @@ def tiers_of_verify_rows(most_rows: int, drafts: int, whole: bool = False) -> li
     most = most_rows * (1 + drafts)
     if not whole:
         most = min(most, max(MOST_VERIFY_ROWS, 2 * most_rows))
+    return _octaves(most)
+
+
+def tiers_of_draft_tokens(most_rows: int, block: int) -> list[int]:
+    """Slots of blocks drafted by request that rounds are captured for, up to whole blocks of all rows."""
+    return _octaves(most_rows * block)
+
+
+def _octaves(most: int) -> list[int]:
     tiers, size = [2, 4, 6], 8
     while size <= most:
         tiers += [size + part * size // 4 for part in range(4)]

@@ -1,8 +1,8 @@
 """Rounds of speculation from fused kernels, as replays of captured CUDA graphs.
 
-Owns the tiers of rows and of verify rows, capture on first use, and the host's part of a burst of rounds:
-one message and the page tables in, replays, records out. Ignores what rounds are worth and what becomes of
-their tokens. A round is one replay (`engine.runner.round_launches`), and how many drafts each row
+Owns the tiers of rows, of verify rows and of draft tokens, capture on first use, and the host's part of a burst
+of rounds: one message and the page tables in, replays, records out. Ignores what rounds are worth and what
+becomes of their tokens. A round is one replay (`engine.runner.round_launches`), and how many drafts each row
 verifies is decided within it, so that the host launches the next round while this one runs.
 
 Shapes: B rows of a tier, P page-table columns, G drafts, F fields of a record.
@@ -24,7 +24,7 @@ from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.graph_pool import GraphPool
 from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts, RoundScratch
-from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_rows, tiers_of_verify_rows
+from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
 
 
@@ -66,7 +66,11 @@ class RoundStepper:
         self._row_tiers = tiers_of_rows(max_rows)
         whole = parts.speculation.config.mode != "compact"
         self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts, whole)
-        self._captured: dict[tuple[int, int, RoundModes], CapturedRound] = {}
+        self.draft_tiers: list[int] | None = None
+        """Draft tokens of graphs, None where blocks are whole."""
+        if parts.limits.by_request:
+            self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
+        self._captured: dict[tuple[int, int, int, RoundModes], CapturedRound] = {}
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -106,9 +110,12 @@ class RoundStepper:
 
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, int]:
         tier = self._row_tiers[bisect.bisect_left(self._row_tiers, plan.rows)]
-        verify = self.tier(plan.verify)
+        verify, drafted = self.tier(plan.verify), 0
+        if self.draft_tiers is not None:
+            slots = sum(self._parts.limits.lead + count for count in plan.most if count)
+            drafted = self.draft_tiers[bisect.bisect_left(self.draft_tiers, slots)]
         self._drop_moved()
-        key = (tier, verify, plan.modes)
+        key = (tier, verify, drafted, plan.modes)
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
@@ -122,10 +129,10 @@ class RoundStepper:
         self._moves = table.moves
         if self._graphs.exists:
             torch.cuda.synchronize(self._table.device)
-        for key in [key for key in self._captured if key[2].step.extra]:
+        for key in [key for key in self._captured if key[3].step.extra]:
             del self._captured[key]
 
-    def _capture(self, tier: int, verify: int, modes: RoundModes) -> CapturedRound:
+    def _capture(self, tier: int, verify: int, drafted: int, modes: RoundModes) -> CapturedRound:
         if self._scratch is None:
             most = self._row_tiers[-1], self.verify_tiers[-1]
             self._scratch = RoundScratch.empty(self._parts, *most, self._table.device)
@@ -134,7 +141,8 @@ class RoundStepper:
             columns = self._requests.pages_SP.shape[1]
             inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, self._table.device)
         inputs.message[:tier] = -1
-        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch)
-        replay = self._graphs.record(launches, f"rounds of {tier} rows and {verify} verify rows")
+        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch, drafted)
+        which = f"{tier} rows, {verify} verify rows and {drafted or 'all'} block slots"
+        replay = self._graphs.record(launches, f"rounds of {which}")
         self._counters.graph_captures += 1
         return CapturedRound(replay or launches, replay is not None, launches)

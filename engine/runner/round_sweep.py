@@ -74,13 +74,16 @@ class RoundSweep:
 
     def _shapes(self, rows: int) -> list[StepShape]:
         """The largest and the smallest batch, then those between: without drafts, with one a row, with whole
-        windows."""
+        windows. Where blocks are drafted by request, one of a row is made as well as verified alone."""
         whole = self._config.mode != "compact"
         shapes = []
         for count in dict.fromkeys((rows, 1, max(1, rows // 8), max(1, rows // 2))):
             read = float(count * self._context)
             shapes.append(StepShape(count, count, False, read, read))
             most = min(count * (1 + self._drafts), self._stepper.verify_tiers[-1])
+            if self._stepper.draft_tiers is not None:
+                verify, each = self._stepper.tier(min(2 * count, most)), 1.0 / self._drafts
+                shapes.append(StepShape(count, verify, True, read, float(verify * self._context), each))
             for verify in sorted({most} if whole else {self._stepper.tier(min(2 * count, most)), most}):
                 shapes.append(StepShape(count, verify, True, read, float(verify * self._context)))
         return shapes
@@ -111,7 +114,7 @@ class RoundSweep:
             rounds=_ROUNDS,
             verify=shape.tier,
             budget=shape.tier - rows,
-            most=[self._drafts] * rows,
+            most=[round(shape.share * self._drafts)] * rows,
             least=[0] * rows,
             room=[tables_BP.shape[1] * self._pages.page_size] * rows,
             modes=RoundModes(StepModes(), config.rule, config.mode),

@@ -22,6 +22,7 @@ from engine.dspark.acceptance import Verdict
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
 from engine.dspark.speculation import Speculation
+from engine.dspark.survival import carried_on
 from engine.kernels.round_commit import HEAD, PARTS
 from engine.memory.device_table import BAD
 from engine.metrics import EngineCounters
@@ -210,11 +211,15 @@ class DeviceRounds:
         bits_MX = record_MF[:, HEAD + drafts :].view(np.float32)
         values_MPG[:, :, :drafts] = bits_MX.reshape(len(members), PARTS - 1, drafts)
         drafted = int((window_M > 0).sum())
-        made = window_M.tolist() if self.follows_host else [drafts] * drafted
+        by_row = self.follows_host or self._speculation.by_request
+        made = window_M.tolist() if by_row else [drafts] * drafted
         confidence_MG = torch.from_numpy(values_MPG[:drafted, 0]) if traits.has_confidence else None
         proposal = Proposal(torch.from_numpy(ids_MG[:drafted]), made[:drafted], None, confidence_MG)
         if traits.has_probabilities:
             proposal.log_q_BG = values_MPG[:drafted, 3, :drafts]
+        survival_BG = values_MPG[:drafted, 1].astype(np.float64)
+        if self._speculation.by_request and traits.has_confidence:
+            survival_BG = carried_on(survival_BG, window_M[:drafted])
         verified, accepted = verified_M.tolist(), accepted_M.tolist()
         starts, emitted = starts_B[members].tolist(), emitted_B[members].tolist()
         anchors = [len(sample.group.prompt) + start - 1 for sample, start in zip(samples, starts, strict=True)]
@@ -229,7 +234,7 @@ class DeviceRounds:
             drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified, strict=True)],
             keep=keep_M.tolist(),
             proposal=proposal,
-            survival_BG=values_MPG[:drafted, 1].astype(np.float64),
+            survival_BG=survival_BG,
             verdict=Verdict(accepted, _NOTHING, _chances(values_MPG[:, 2], verified, accepted)),
         )
         step.shape = replace(

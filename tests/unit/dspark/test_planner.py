@@ -234,5 +234,7 @@ def test_blocks_by_request_are_made_where_drafts_are_verified():
     ragged = Planner(cost, None, ragged=True).choose(view)
     assert (whole.budget, whole.slots) == (4, 8) and (ragged.budget, ragged.slots) == (4, 5)
     assert ragged.seconds < whole.seconds and ragged.tokens == whole.tokens
+    # What the graph has room for is made.
+    assert Planner(cost, None, ragged=True, draft_tiers=[2, 6, 8]).choose(view).slots == 6
     assert drafted(view, 4).tolist() == [4, 0] and drafted(view, 8).tolist() == [4, 4]
     assert drafted(outlook([[0.9, 0.8], [0.5, 0.4]], least=[0, 1], most=[1, 2]), 2).tolist() == [1, 1]

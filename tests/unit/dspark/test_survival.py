@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.dspark.survival import AcceptanceEstimate, DraftSwitch, DriftAlarm, LaggedSurvivals
+from engine.dspark.survival import AcceptanceEstimate, DraftSwitch, DriftAlarm, LaggedSurvivals, carried_on
 
 
 def test_confidences_are_seen_two_steps_later_and_by_their_own_request():
@@ -23,6 +23,11 @@ def test_old_confidences_are_forgotten():
     assert past.known(9, "a") is not None and past.known(12, "a") is None
     past.note(100, ["b"], np.ones((1, 1)))
     assert past.known(102, "a") is None
+
+
+def test_short_blocks_speak_for_longer_ones():
+    carried = carried_on(np.array([[0.9, 0.5, 0.1], [0.9, 0.64, 0.3], [0.0, 0.7, 0.7]]), np.array([3, 2, 1]))
+    np.testing.assert_allclose(carried, [[0.9, 0.5, 0.1], [0.9, 0.64, 0.512], [0.0, 0.0, 0.0]], atol=1e-12)
 
 
 def test_estimates_settle_on_what_is_seen():

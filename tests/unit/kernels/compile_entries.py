@@ -18,6 +18,7 @@ from engine.kernels.adapted_rope import Rotation, adapted_rope
 from engine.kernels.adapted_sum import Adapted, adapted_sum
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.biased_experts import biased_experts
+from engine.kernels.block_rows import pack_blocks
 from engine.kernels.causal_conv import causal_conv, causal_conv_step
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
@@ -142,7 +143,10 @@ def rounds(capability: int) -> None:
     pages, drafts = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int64)
     rows, part = VerifyRows.empty(16, 2, device), torch.zeros(2, 8)
     opened = BlockRows.empty(2, block, device) if block else None
-    open_rows(table, slots, slots, slots, pages, RoundLimits(99, 99, 16, block), slots, long, long, opened)
+    packs = capability == 90
+    limits = RoundLimits(99, 99, 16, 8 if packs else block, 0, 1, packs)
+    open_rows(table, slots, slots, slots, pages, limits, slots, long, long, opened)
+    pack_blocks(slots, slots, long, long, pages, limits, BlockRows.packed(2, 16, 7, device))
     spend_rows(part, slots, slots, slots[:1], slots, Calibration(part, part[0]) if block else None)
     pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
     gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))
@@ -172,10 +176,14 @@ def drafting(capability: int) -> None:
     write_context(layers, torch.zeros(2, rows, 2 * kv_heads * size, dtype=BF16), token, token)
     logits, weights = torch.zeros(rows, 7, 4000, dtype=BF16), torch.zeros(4000, rank, dtype=BF16)
     markov_bias(logits[:, 0], token, weights, weights)
+    if capability != 80:
+        markov_bias(logits[:, 0], token, weights, weights, torch.zeros(rows, dtype=torch.int32), logits[:, 1])
     ids, log_q = torch.zeros(7, rows, dtype=torch.int64), torch.zeros(7, rows)
     head = ConfidenceWeights(torch.zeros(1, width + rank, dtype=BF16), table[0], weights)
     out = DraftNotes(ids.t().contiguous(), log_q.t().contiguous(), None if capability == 90 else log_q)
     note_drafts(torch.zeros(rows, 7, width, dtype=BF16), token, ids, log_q, head, out)
+    if capability == 90:
+        note_drafts(torch.zeros(9, width, dtype=BF16), token, ids, log_q, head, out, ids.int())
 
 
 def latents(capability: int) -> None:

@@ -49,7 +49,7 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
             if show:
                 print("\n".join(describe(config)))
                 return
-            # Imported late: answering --help needs neither torch nor Ray.
+            # Imported late: help and refusals need neither transformers nor Ray.
             from transformers.utils import logging as transformers_logging
 
             from recipes.grpo.loop import run

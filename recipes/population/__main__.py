@@ -27,7 +27,7 @@ def main(
         if show:
             print("\n".join(describe(config)))
             return
-        # Imported late: answering --help needs neither torch nor Ray.
+        # Imported late: help and refusals need neither transformers nor Ray.
         from transformers.utils import logging as transformers_logging
 
         from recipes.population.loop import run

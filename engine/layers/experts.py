@@ -176,14 +176,15 @@ def sum_of_experts(
 ) -> torch.Tensor:
     """out_TD: the weighed outputs of each token's experts, summed in the order of experts."""
     out_TD, per_token = torch.zeros_like(x_TD), chosen_TK.shape[1]
-    order = chosen_TK.view(-1).argsort(stable=True)
-    counts = torch.bincount(chosen_TK.view(-1), minlength=count).tolist()
+    chosen_P, weights_P = chosen_TK.flatten(), weights_TK.flatten()  # topk may lay its results out either way
+    order = chosen_P.argsort(stable=True)
+    counts = torch.bincount(chosen_P, minlength=count).tolist()
     for expert, places_M in enumerate(order.split(counts)):
         if counts[expert]:
             rows_M = torch.div(places_M, per_token, rounding_mode="floor")
             x_MD = F.pad(x_TD.index_select(0, rows_M), (0, 0, 0, -counts[expert] % ROW_MULTIPLE))
             added_MD = expert_of(x_MD, expert)[: counts[expert]]
-            added_MD *= weights_TK.view(-1).index_select(0, places_M).unsqueeze(1)
+            added_MD *= weights_P.index_select(0, places_M).unsqueeze(1)
             out_TD.index_add_(0, rows_M, added_MD)
     return out_TD
 

@@ -33,7 +33,7 @@ def test_refusals_are_one_line_and_exit_code_one(fleet3) -> None:
     refused = run("generate", "hello", "--url", fleet3.url)
     assert refused.exit_code == 1 and "UNSUPPORTED" in refused.stderr and "Traceback" not in refused.output
     nobody = run("health", "--url", "http://127.0.0.1:9")
-    assert nobody.exit_code == 1 and "DRAINING" in nobody.stderr
+    assert nobody.exit_code == 1 and "UNREACHABLE" in nobody.stderr and "127.0.0.1:9" in nobody.stderr
     unknown = run("serve", "--set", "engine.nonsense=1")
     assert unknown.exit_code == 1 and "engine.nonsense" in unknown.stderr
     missing = run("generate", "x", "--model", "no-such-model")

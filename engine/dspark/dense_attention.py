@@ -1,6 +1,6 @@
 """A drafter's attention in plain dense form.
 
-Owns who sees whom, in the form training and tests use: any number of blocks over the contexts of
+Owns who sees whom, in the form that others are held against: any number of blocks over the contexts of
 packed sequences. The engine computes the same from pages (`engine.dspark.block_drafter`). A window
 counts back from the last slot of a block and is the same for all its queries.
 

@@ -172,19 +172,18 @@ class Record:
         assert step.proposal is not None
         steps, total, open_rows = 0, 0, []
         for row, parts in enumerate(zip(step.proposal.lens, verified, accepted, emitted, strict=False)):
-            if is_exact(*parts) and not self._ceiling.is_open(step.keys[row]) and not self._unknown(step, row):
+            if self._unknown(step, row):
+                continue
+            if is_exact(*parts) and not self._ceiling.is_open(step.keys[row]):
                 steps += 1
                 total += emitted[row]
             else:
                 open_rows.append(row)
         if steps:
             self._ceiling.exact(total, total, steps)
-        if open_rows:
-            drafts = step.proposal.ids_BG.tolist()
         for row in open_rows:
-            if not self._unknown(step, row):
-                ids = drafts[row][: step.proposal.lens[row]]
-                self._observe_ceiling(step, row, ids, verified[row], accepted[row])
+            ids = step.proposal.ids_BG[row, : step.proposal.lens[row]].tolist()
+            self._observe_ceiling(step, row, ids, verified[row], accepted[row])
 
     def _unknown(self, step: DraftStep, row: int) -> bool:
         """Rejection that trims rows sampled from more than logits over temperature is left out: log p of a draft

@@ -154,19 +154,20 @@ class DeviceRounds:
         """Give samples what rounds brought, `seconds` each where that is known."""
         (host, records), step = result, planned.step
         record_RBF = np.stack(records)
-        running = [
-            sample.sequence is not None and sample.sequence.key == key and sample.state is SampleState.RUNNING
-            for sample, key in zip(step.samples, step.keys, strict=True)
-        ]
-        known = [len(sample.ids) for sample in step.samples]
+        running_B = np.array(
+            [
+                sample.sequence is not None and sample.sequence.key == key and sample.state is SampleState.RUNNING
+                for sample, key in zip(step.samples, step.keys, strict=True)
+            ]
+        )
+        known_B = np.array([len(sample.ids) for sample in step.samples])
         windows_RB, emitted_RB = record_RBF[:, :, 0], np.where(record_RBF[:, :, 0] >= 0, record_RBF[:, :, 4], 0)
-        ends_RB = np.array(known) + np.cumsum(emitted_RB, axis=0)
-        for b, end in enumerate(ends_RB[-1].tolist()):
-            if running[b]:
-                self._take(step.samples[b], host, b, end)
+        ends_RB = known_B + np.cumsum(emitted_RB, axis=0)
+        for b in np.flatnonzero(running_B).tolist():
+            self._take(step.samples[b], host, b, int(ends_RB[-1, b]))
         # A host may end a sample before the device does; rounds from there on never existed.
         there_B = np.array([len(sample.ids) for sample in step.samples])
-        took_RB = np.array(running) & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
+        took_RB = running_B & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
         starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
         emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
         for round_, record_BF in enumerate(record_RBF):

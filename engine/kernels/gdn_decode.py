@@ -18,21 +18,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.state_tile import check_state, softplus, state_tile, step_blocks, tokens_of
 from engine.layers.gated_delta_reference import L2_EPS, GatedDeltaHeads, GatedDeltaShape
-
-STATE_TILE = 4096
-"""Elements of a state that a program holds."""
 
 
 @triton.jit
 def log_decay(raw, bias, rate):
-    """-exp(rate) * softplus(raw + bias); log(1 + e) keeps its digits where e is far below 1."""
-    value = raw.to(tl.float32) + bias
-    grown = tl.exp(tl.minimum(value, 20.0))
-    whole = 1.0 + grown
-    small = whole == 1.0
-    log1p = tl.where(small, grown, tl.log(whole) * (grown / tl.where(small, 1.0, whole - 1.0)))
-    return -tl.exp(rate) * tl.where(value > 20.0, value, log1p)
+    return -tl.exp(rate) * softplus(raw.to(tl.float32) + bias)
 
 
 @triton.jit
@@ -57,13 +49,8 @@ def gdn_decode_kernel(
     rate, bias = tl.load(rate_ptr + head), tl.load(bias_ptr + head)
     await_inputs(EARLY)
     release_next(EARLY)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    first, count = row.to(tl.int64), 1
-    if SEVERAL:
-        first = tl.load(ends_ptr + row).to(tl.int64)
-        count = (tl.load(ends_ptr + row + 1) - first).to(tl.int32)
-    tile = state_ptr + (slot * VALUE_HEADS + head) * (VALUE * KEY) + v_at[:, None] * KEY + k_at[None, :]
-    inside = in_v[:, None] & in_k[None, :]
+    first, count = tokens_of(ends_ptr, row, SEVERAL)
+    tile, inside = state_tile(state_ptr, slots_ptr, row, head, v_at, k_at, VALUE_HEADS, VALUE, KEY)
     state = tl.load(tile, mask=inside, other=0.0)
     line, gates = qkv_ptr + first * WIDTH, inputs_ptr + first * inputs_stride
     out_line = out_ptr + first * (VALUE_HEADS * VALUE) + head * VALUE
@@ -102,30 +89,15 @@ def gdn_decode(
     rows = slots_R.shape[0]
     out = qkv_TC.new_empty(qkv_TC.shape[0], shape.outputs) if out is None else out
     early = is_early(out)
-    block_k = triton.next_power_of_2(shape.key_dim)
-    block_v = max(1, min(triton.next_power_of_2(shape.value_dim), STATE_TILE // block_k))
+    block_v, block_k = step_blocks(shape.value_dim, shape.key_dim)
     if rows:
         gdn_decode_kernel[(rows, shape.value_heads, triton.cdiv(shape.value_dim, block_v))](
-            qkv_TC,
-            inputs_TI,
-            heads.rate_H,
-            heads.bias_H,
-            state_SHVK,
-            slots_R,
-            slots_R if ends_R1 is None else ends_R1,
-            out,
-            inputs_TI.stride(0),
-            shape.key_dim**-0.5,
-            L2_EPS,
-            **constants(shape, heads),
-            SEVERAL=ends_R1 is not None,
-            KEEP=keep,
-            BLOCK_K=block_k,
-            BLOCK_V=block_v,
-            EARLY=early,
-            num_warps=4,
-            **options(early),
-        )
+            qkv_TC, inputs_TI, heads.rate_H, heads.bias_H, state_SHVK,
+            slots_R, slots_R if ends_R1 is None else ends_R1, out,
+            inputs_TI.stride(0), shape.key_dim**-0.5, L2_EPS, **constants(shape, heads),
+            SEVERAL=ends_R1 is not None, KEEP=keep,
+            BLOCK_K=block_k, BLOCK_V=block_v, EARLY=early, num_warps=4, **options(early),
+        )  # fmt: skip
     return out
 
 
@@ -145,5 +117,4 @@ def constants(shape: GatedDeltaShape, heads: GatedDeltaHeads) -> dict[str, int]:
 def check_rows(qkv_TC: torch.Tensor, inputs_TI: torch.Tensor, state_SHVK: torch.Tensor, shape: GatedDeltaShape) -> None:
     assert qkv_TC.shape[1] == shape.convolved and qkv_TC.is_contiguous(), f"{tuple(qkv_TC.shape)} for {shape}"
     assert inputs_TI.shape[0] == qkv_TC.shape[0] and inputs_TI.stride(1) == 1, "gates of other tokens"
-    assert state_SHVK.dtype == torch.float32 and state_SHVK.is_contiguous(), "states are fp32 and contiguous"
-    assert state_SHVK.shape[1:] == (shape.value_heads, shape.value_dim, shape.key_dim), f"{state_SHVK.shape}"
+    check_state(state_SHVK, shape.value_heads, shape.value_dim, shape.key_dim)

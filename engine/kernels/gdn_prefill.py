@@ -22,6 +22,7 @@ import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.gdn_decode import check_rows, constants, log_decay, sigmoid
+from engine.kernels.state_tile import state_tile
 from engine.layers.gated_delta_reference import CHUNK, L2_EPS, GatedDeltaHeads, GatedDeltaShape
 
 
@@ -110,10 +111,9 @@ def gdn_scan_kernel(
     await_inputs(EARLY)
     release_next(EARLY)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     start, end, position = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1), tl.load(positions_ptr + row)
-    tile = state_ptr + (slot * VALUE_HEADS + head) * (VALUE * KEY) + v_at[:, None] * KEY + k_at[None, :]
-    state = tl.load(tile, mask=in_v[:, None] & in_k[None, :], other=0.0)
+    tile, in_tile = state_tile(state_ptr, slots_ptr, row, head, v_at, k_at, VALUE_HEADS, VALUE, KEY)
+    state = tl.load(tile, mask=in_tile, other=0.0)
     for base in range(start - position % CHUNK, end, CHUNK):
         token = base + place
         inside = (token >= start) & (token < end)
@@ -141,7 +141,7 @@ def gdn_scan_kernel(
         kept = (learned * tl.where(inside, tl.exp(total - past), 0.0)[:, None]).to(DTYPE)
         k = (k * k_factor[:, None]).to(DTYPE)
         state = state * tl.exp(total) + tl.dot(tl.trans(kept), k, input_precision="ieee")
-    tl.store(tile, state, mask=in_v[:, None] & in_k[None, :])
+    tl.store(tile, state, mask=in_tile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,21 +18,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.state_tile import check_state, softplus, state_tile, step_blocks, tokens_of
 from engine.layers.mamba2_reference import Mamba2Heads, Mamba2Shape
-
-STATE_TILE = 4096
-"""Elements of a state that a program holds."""
 
 
 @triton.jit
 def step_size(raw, bias, low, high):
-    """softplus within limits; log(1 + e) keeps its digits where e is far below 1."""
-    value = raw.to(tl.float32) + bias.to(tl.float32)
-    grown = tl.exp(tl.minimum(value, 20.0))
-    whole = 1.0 + grown
-    small = whole == 1.0
-    log1p = tl.where(small, grown, tl.log(whole) * (grown / tl.where(small, 1.0, whole - 1.0)))
-    return tl.minimum(tl.maximum(tl.where(value > 20.0, value, log1p), low), high)
+    return tl.minimum(tl.maximum(softplus(raw.to(tl.float32) + bias.to(tl.float32)), low), high)
 
 
 @triton.jit
@@ -40,9 +32,9 @@ def mamba2_decode_kernel(
     xbc_ptr, dt_ptr, a_log_ptr, bias_ptr, skip_ptr, state_ptr, slots_ptr, ends_ptr, out_ptr,
     xbc_stride, dt_stride, low, high,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
-    WIDTH: tl.constexpr, SEVERAL: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    SEVERAL: tl.constexpr, KEEP: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
     row, head = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
@@ -50,16 +42,11 @@ def mamba2_decode_kernel(
     a_log, bias, skip = tl.load(a_log_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
     await_inputs(EARLY)
     release_next(EARLY)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    first, count = row.to(tl.int64), 1
-    if SEVERAL:
-        first = tl.load(ends_ptr + row).to(tl.int64)
-        count = (tl.load(ends_ptr + row + 1) - first).to(tl.int32)
+    first, count = tokens_of(ends_ptr, row, SEVERAL)
     rate = -tl.exp(a_log.to(tl.float32))
-    inside = in_p[:, None] & in_n[None, :]
-    tile = state_ptr + (slot * HEADS + head) * (HEAD_DIM * STATE) + p[:, None] * STATE + n[None, :]
+    tile, inside = state_tile(state_ptr, slots_ptr, row, head, p, n, HEADS, HEAD_DIM, STATE)
     state = tl.load(tile, mask=inside, other=0.0)
-    b_column = HEADS * HEAD_DIM + head // (HEADS // GROUPS) * STATE
+    b_column = WIDTH + head // (HEADS // GROUPS) * STATE
     line, raw, out_line = xbc_ptr + first * xbc_stride, dt_ptr + first * dt_stride + head, out_ptr + first * WIDTH
     for _ in range(count):
         step = step_size(tl.load(raw), bias, low, high)
@@ -92,37 +79,20 @@ def mamba2_decode(
     rows = slots_R.shape[0]
     out = xbc_TC.new_empty(xbc_TC.shape[0], shape.inner) if out is None else out
     early = is_early(out)
-    block_n = triton.next_power_of_2(shape.state)
-    block_p = max(1, min(triton.next_power_of_2(shape.head_dim), STATE_TILE // block_n))
+    block_p, block_n = step_blocks(shape.head_dim, shape.state)
     if rows:
         mamba2_decode_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
-            xbc_TC,
-            dt_TH,
-            heads.a_log_H,
-            heads.bias_H,
-            heads.skip_H,
-            state_SHPN,
-            slots_R,
-            slots_R if ends_R1 is None else ends_R1,
-            out,
-            xbc_TC.stride(0),
-            dt_TH.stride(0),
-            heads.low,
-            heads.high,
-            HEADS=shape.heads,
-            HEAD_DIM=shape.head_dim,
-            GROUPS=shape.groups,
-            STATE=shape.state,
-            WIDTH=shape.inner,
-            SEVERAL=ends_R1 is not None,
-            KEEP=keep,
-            BLOCK_P=block_p,
-            BLOCK_N=block_n,
-            EARLY=early,
-            num_warps=4,
-            **options(early),
-        )
+            xbc_TC, dt_TH, heads.a_log_H, heads.bias_H, heads.skip_H, state_SHPN,
+            slots_R, slots_R if ends_R1 is None else ends_R1, out,
+            xbc_TC.stride(0), dt_TH.stride(0), heads.low, heads.high, **constants(shape),
+            SEVERAL=ends_R1 is not None, KEEP=keep,
+            BLOCK_P=block_p, BLOCK_N=block_n, EARLY=early, num_warps=4, **options(early),
+        )  # fmt: skip
     return out
+
+
+def constants(shape: Mamba2Shape) -> dict[str, int]:
+    return {"HEADS": shape.heads, "HEAD_DIM": shape.head_dim, "GROUPS": shape.groups, "STATE": shape.state}
 
 
 def check_rows(xbc_TC: torch.Tensor, dt_TH: torch.Tensor, state_SHPN: torch.Tensor, shape: Mamba2Shape) -> None:
@@ -130,4 +100,4 @@ def check_rows(xbc_TC: torch.Tensor, dt_TH: torch.Tensor, state_SHPN: torch.Tens
         f"{tuple(xbc_TC.shape)} and {tuple(dt_TH.shape)} are not rows of {shape}"
     )
     assert xbc_TC.stride(1) == 1 and dt_TH.stride(1) == 1, "a row's numbers lie side by side"
-    assert state_SHPN.dtype == torch.float32 and state_SHPN.is_contiguous(), "states are fp32 and contiguous"
+    check_state(state_SHPN, shape.heads, shape.head_dim, shape.state)

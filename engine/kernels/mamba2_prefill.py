@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.early import await_inputs, is_early, options, release_next
-from engine.kernels.mamba2_decode import check_rows, step_size
+from engine.kernels.mamba2_decode import check_rows, constants, step_size
+from engine.kernels.state_tile import state_tile
 from engine.layers.mamba2_reference import Mamba2Heads, Mamba2Shape
 
 
@@ -39,10 +40,8 @@ def mamba2_prefill_kernel(
     bias, skip = tl.load(bias_ptr + head), tl.load(skip_ptr + head).to(tl.float32)
     await_inputs(EARLY)
     release_next(EARLY)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     start, end, position = tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1), tl.load(positions_ptr + row)
-    tile = state_ptr + (slot * HEADS + head) * (HEAD_DIM * STATE) + p[:, None] * STATE + n[None, :]
-    in_tile = in_p[:, None] & in_n[None, :]
+    tile, in_tile = state_tile(state_ptr, slots_ptr, row, head, p, n, HEADS, HEAD_DIM, STATE)
     state = tl.load(tile, mask=in_tile, other=0.0)
     b_column = HEADS * HEAD_DIM + head // (HEADS // GROUPS) * STATE
     causal = place[:, None] >= place[None, :]
@@ -98,30 +97,10 @@ def mamba2_prefill(
     block_p = max(16, min(triton.next_power_of_2(shape.head_dim), widest))
     if rows:
         mamba2_prefill_kernel[(rows, shape.heads, triton.cdiv(shape.head_dim, block_p))](
-            xbc_TC,
-            dt_TH,
-            heads.a_log_H,
-            heads.bias_H,
-            heads.skip_H,
-            state_SHPN,
-            slots_R,
-            ends_R1,
-            positions_R,
-            out,
-            xbc_TC.stride(0),
-            dt_TH.stride(0),
-            heads.low,
-            heads.high,
-            HEADS=shape.heads,
-            HEAD_DIM=shape.head_dim,
-            GROUPS=shape.groups,
-            STATE=shape.state,
-            CHUNK=chunk,
-            BLOCK_P=block_p,
-            BLOCK_N=block_n,
-            EARLY=early,
-            num_warps=warps or (4 if small else 8),
-            num_stages=stages or (2 if small else 1),
-            **options(early),
-        )
+            xbc_TC, dt_TH, heads.a_log_H, heads.bias_H, heads.skip_H, state_SHPN,
+            slots_R, ends_R1, positions_R, out,
+            xbc_TC.stride(0), dt_TH.stride(0), heads.low, heads.high, **constants(shape),
+            CHUNK=chunk, BLOCK_P=block_p, BLOCK_N=block_n, EARLY=early,
+            num_warps=warps or (4 if small else 8), num_stages=stages or (2 if small else 1), **options(early),
+        )  # fmt: skip
     return out

@@ -7,9 +7,11 @@ recipes and the service configure; their dataclasses live next to their owners.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -140,7 +142,7 @@ def _build(kind: type, tree: Any, prefix: str, base: Any = None) -> Any:
     known = {item.name for item in dataclasses.fields(kind)}
     unknown = sorted(set(tree) - known)
     if unknown:
-        raise InvalidRequest(field=prefix + unknown[0], expected=f"one of {sorted(known)}", actual="unknown key")
+        raise _unknown(kind, prefix, unknown[0])
     values = {
         name: _build(type(inner), value, f"{prefix}{name}.", inner)
         if dataclasses.is_dataclass(inner := getattr(base, name, None))
@@ -153,6 +155,34 @@ def _build(kind: type, tree: Any, prefix: str, base: Any = None) -> Any:
         raise InvalidRequest(
             field=prefix.rstrip(".") or kind.__name__, expected="all required keys", actual=error
         ) from error
+
+
+def _unknown(kind: type, prefix: str, name: str) -> InvalidRequest:
+    """Names the settings whose own names are nearest, those in tables further in among them."""
+    keys = list(_keys(kind))
+    likeness = {key: difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() for key in keys}
+    best = max(likeness.values())
+    near = sorted((key for key in keys if likeness[key] == best >= 0.75), key=lambda key: key.count("."))
+    where = f"{prefix.rstrip('.')} has" if prefix else "there are"
+    others = where + " " + ", ".join(sorted(key for key in keys if "." not in key))
+    hint = f"did you mean {' or '.join(prefix + key for key in near[:3])}?" if near else others
+    return InvalidRequest(
+        f"{prefix}{name}: there is no such setting; {hint}",
+        field=prefix + name,
+        expected=prefix + near[0] if near else others,
+        actual=prefix + name,
+    )
+
+
+def _keys(kind: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings, tables included."""
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        yield prefix + item.name
+        hint = hints[item.name]
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from _keys(typing.cast(type, inner), f"{prefix}{item.name}.")
 
 
 def _coerce(hint: Any, value: Any, key: str) -> Any:

@@ -28,7 +28,9 @@ def test_toml_then_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("cache.pagesize=4", "cache.pagesize"),
+        ("cache.pagesize=4", "cache.pagesize: there is no such setting; did you mean cache.page_size?"),
+        ("page_size=4", "page_size: there is no such setting; did you mean cache.page_size?"),
+        ("cache.zzz=4", "cache.zzz: there is no such setting; cache has canary, "),
         ("cache.page_size=big", "cache.page_size"),
         ("cache.page_size=true", "cache.page_size"),
         ("cache=4", "cache"),

@@ -43,8 +43,9 @@ class ForwardBatch:
     last `query_lens[b]` positions. `page_tables_BP` is int32, padded with page 0, which nobody
     owns. `row_keys` names each row's request incarnation: equal keys on consecutive steps mean
     the same tokens extended, so a backend may keep per-row state under it.
-    `shared_prefixes` are disjoint row ranges; a backend may ignore them. `adapters` is what LoRA policies add
-    for the tokens, `logit_adapters` for the rows of logits; None where nobody has one.
+    `shared_prefixes` are disjoint ranges of decode rows and of rows that verify drafts; a backend may ignore
+    them. `adapters` is what LoRA policies add for the tokens, `logit_adapters` for the rows of logits; None where
+    nobody has one.
     """
 
     input_ids_T: torch.Tensor

@@ -60,6 +60,11 @@ class AttentionSize:
     def token_bytes(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a query's stored state, in fp32."""
+        return 4 * self.num_heads * (self.head_dim + 1)
+
 
 class Workspace:
     """Room that batches take turns in: whoever asks for no more than the largest before shares it.
@@ -82,6 +87,11 @@ class Workspace:
             room = self._rooms[name] = torch.empty(count * (size + 1), dtype=torch.float32, device=self._device)
         mean = room[: count * size].view(*leading, heads, size)
         return States(mean, room[count * size : count * (size + 1)].view(*leading, heads))
+
+    def fitting(self, name: str, heads: int, size: int) -> int:
+        """States that a room holds now."""
+        room = self._rooms.get(name)
+        return 0 if room is None else room.shape[0] // (heads * (size + 1))
 
     def arrived(self, count: int) -> torch.Tensor:
         """Zeros that every launch leaves as zeros."""
@@ -183,16 +193,11 @@ class DecodeMetadata:
             shared, pieces = lay_out_fixed(prefixes, self.size.page_size, per_tile, rows)
             self._copy([len(pieces), 0, *shared, *(value for piece in pieces for value in piece)])
             return len(prefixes)
-        kept = list(prefixes)
-        while True:
-            laid = lay_out_prefixes(kept, self.size, self.prefix_tiles, rows, max_states, capacity)
-            if laid is not None:
-                break
-            kept.remove(min(kept, key=lambda prefix: (prefix.end - prefix.start - 1) * prefix.num_pages))
-        own_start, parts, pieces = laid
+        given = (prefixes, self.size, self.prefix_tiles, rows, max_states, capacity)
+        kept, (own_start, parts, pieces) = fit_prefixes(*given)
         flat = own_start + parts + [value for piece in pieces for value in piece]
         self._copy(flat + [0] * (self.packed.shape[0] - len(flat)))
-        return len(kept)
+        return kept
 
     def _copy(self, flat: list[int]) -> None:
         assert self.packed is not None
@@ -207,21 +212,29 @@ def lay_out_prefixes(
     num_rows: int,
     max_states: int,
     capacity: int,
+    queries: float | None = None,
 ) -> tuple[list[int], list[int], list[list[int]]] | None:
-    """(own_start_B, prefix_parts_B, pieces_X8) of nested prefixes, or None where they do not fit."""
+    """(own_start_B, prefix_parts_B, pieces_X8) of nested prefixes, or None where they do not fit.
+
+    Rows of more queries than one have about `queries` each: their pieces are not cut into tiles, and end at
+    multiples of a tile's tokens, at the expense of the prefix.
+    """
     own_start, parts = [0] * num_rows, [0] * num_rows
     per_tile = tiles.block_m // size.group
     segments = []
     for prefix in sorted(prefixes, key=lambda prefix: prefix.num_pages):
         end, first = prefix.num_pages * size.page_size, own_start[prefix.start]
+        if queries is not None:
+            end = end // tiles.block_n * tiles.block_n
         covered = set(own_start[prefix.start : prefix.end])
         assert covered == {first}, f"rows {prefix.start} to {prefix.end} share nested prefixes in part only"
         assert prefix.end <= num_rows, f"rows to {prefix.end} of {num_rows}"
         if end > first:
             segments.append((prefix.start, prefix.end, first, end))
             own_start[prefix.start : prefix.end] = [end] * (prefix.end - prefix.start)
-    wanted = ceil_div(2 * size.processors, size.num_kv_heads)
-    work = sum(ceil_div(stop - start, per_tile) * (end - first) for start, stop, first, end in segments)
+    wanted = wanted_pieces(size)
+    each = queries or 1
+    work = sum(ceil_div(int((stop - start) * each), per_tile) * (end - first) for start, stop, first, end in segments)
     length = max(MIN_PREFIX_PIECE, ceil_div(work, wanted))
     length = ceil_div(length, tiles.block_n) * tiles.block_n
     pieces: list[list[int]] = []
@@ -233,18 +246,47 @@ def lay_out_prefixes(
         count = min(ceil_div(end - first, length), room)
         piece = ceil_div(ceil_div(end - first, count), tiles.block_n) * tiles.block_n
         count = ceil_div(end - first, piece)
+        together = per_tile if queries is None else stop - start
         for split in range(count):
             lo, hi = first + split * piece, min(first + (split + 1) * piece, end)
-            for row in range(start, stop, per_tile):
-                pieces.append([row, min(per_tile, stop - row), lo, hi, start, state + split, 0, 0])
+            for row in range(start, stop, together):
+                pieces.append([row, min(together, stop - row), lo, hi, start, state + split, 0, 0])
         parts[start:stop] = [state + count] * (stop - start)
     return None if len(pieces) > capacity else (own_start, parts, pieces)
 
 
-def worthwhile(prefixes: list[SharedPrefix], size: AttentionSize) -> list[SharedPrefix]:
-    """The prefixes, if reading them once saves more than the additional launch costs."""
+def fit_prefixes(
+    prefixes: list[SharedPrefix],
+    size: AttentionSize,
+    tiles: TileConfig,
+    num_rows: int,
+    max_states: int,
+    capacity: int,
+    queries: float | None = None,
+) -> tuple[int, tuple[list[int], list[int], list[list[int]]]]:
+    """How many prefixes were kept, and their layout: those that save the least are left out where they do not fit."""
+    kept = list(prefixes)
+    while True:
+        laid = lay_out_prefixes(kept, size, tiles, num_rows, max_states, capacity, queries)
+        if laid is not None:
+            return len(kept), laid
+        kept.remove(min(kept, key=lambda prefix: (prefix.end - prefix.start - 1) * prefix.num_pages))
+
+
+def wanted_pieces(size: AttentionSize) -> int:
+    """Pieces that fill the device."""
+    return ceil_div(2 * size.processors, size.num_kv_heads)
+
+
+def worthwhile(prefixes: list[SharedPrefix], size: AttentionSize, queries: float | None = None) -> list[SharedPrefix]:
+    """The prefixes, if reading them once saves more than the additional launch costs. Rows of more queries than
+    one have about `queries` each, whose states are written and read again."""
     page_bytes = size.page_size * size.token_bytes
-    saved = [(prefix.end - prefix.start - 1) * prefix.num_pages * page_bytes for prefix in prefixes]
+    state_bytes = 0.0 if queries is None else queries * size.state_bytes * 2
+    saved = [
+        (prefix.end - prefix.start - 1) * prefix.num_pages * page_bytes - (prefix.end - prefix.start) * state_bytes
+        for prefix in prefixes
+    ]
     chosen = [i for i, value in enumerate(saved) if value >= MIN_SAVED_SEGMENT_BYTES]
     return [prefixes[i] for i in chosen] if sum(saved[i] for i in chosen) >= MIN_SAVED_BYTES else []
 
@@ -267,10 +309,10 @@ def decode_buffers(
     extra = ceil_div(WAVES * size.processors, size.num_kv_heads) + max_rows // 4
     if isinstance(tables, int):
         tables = torch.zeros((max_rows, tables), dtype=torch.int32, device=device)
-    num_states = max(2, min(64, STATE_BYTES // (max_rows * size.num_heads * (size.head_dim + 1) * 4)))
+    num_states = max(2, min(64, STATE_BYTES // (max_rows * size.state_bytes)))
     if max_pieces is None:
         per_tile = prefix_tiles.block_m // size.group
-        max_pieces = ceil_div(max_rows, per_tile) + max_rows // 4 + ceil_div(2 * size.processors, size.num_kv_heads)
+        max_pieces = ceil_div(max_rows, per_tile) + max_rows // 4 + wanted_pieces(size)
     num_items = max_rows * FIXED_SPLITS if fixed else max_rows + extra
     if fixed:
         assert SHORT % prefix_tiles.block_n == 0, f"pieces of {SHORT} in tiles of {prefix_tiles.block_n}"

@@ -3,13 +3,13 @@
 Owns the eager path (any mixed batch) and the launches that a captured decode graph consists of.
 Ignores how the kernels compute and who captures graphs.
 
-Shapes: T tokens, B decode rows, P page-table columns, N query heads, K key/value heads, H head size,
-X prefill tiles.
+Shapes: T tokens, B decode rows, R queries of rows that verify drafts, P page-table columns, N query heads,
+K key/value heads, H head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,47 +24,23 @@ from engine.attention.decode_metadata import (
     processors,
     worthwhile,
 )
+from engine.attention.prefill_plan import PrefillPlan, PrefillPlanner
+from engine.attention.verify_prefixes import VerifyPrefixes
 from engine.attention.window_metadata import window_buffers
-from engine.batch import ForwardBatch, WindowRows
+from engine.batch import ForwardBatch, SharedPrefix, WindowRows
 from engine.errors import Unsupported
-from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.attention_config import decode_config, prefix_config
 from engine.kernels.attention_tile import ceil_div
-from engine.kernels.decode_attention import LayerShape, States, TileConfig, decode_attention
-from engine.kernels.prefill_attention import cut_tiles, prefill_attention
+from engine.kernels.decode_attention import LayerShape, States, decode_attention
+from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
 from engine.memory.kv_pool import KVPool, pack
-from engine.memory.transfer import send, staged
+from engine.memory.transfer import staged
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
 
 PREFIX_PROGRAMS = 2
 """Programs a multiprocessor that go through a list of pieces: as many as their tiles leave room for."""
-
-MIN_PREFILL_SPLIT = 512
-"""Tokens of context a split of a prefill row should have at least."""
-
-
-@dataclass(slots=True)
-class PrefillPlan:
-    """Rows after the decode rows; `start` is their first token."""
-
-    start: int
-    seq_lens_B: torch.Tensor
-    query_starts_B1: torch.Tensor
-    page_tables_BP: torch.Tensor
-    tile_row_X: torch.Tensor
-    tile_query_X: torch.Tensor
-    tiles: TileConfig
-    splits: int
-    page_size: int
-    packed: torch.Tensor
-    """What lengths, starts and tiles are views of."""
-    arrived_XK: torch.Tensor | None
-    """Zeros that count splits, where rows are cut."""
-    at_end: bool = False
-    """Every query of a row sees all of it."""
-    window_tables_BP: torch.Tensor | None = None
-    """Of windowed layers, where their pages are others."""
 
 
 class TritonAttention:
@@ -101,6 +77,7 @@ class TritonAttention:
         self._decode: DecodeMetadata | None = None
         self._prefill: PrefillPlan | None = None
         self._prefill_part = prefill
+        self._prefills = PrefillPlanner(self._num_kv_heads, self._group, self._block_d, deterministic)
 
     # The graph form.
 
@@ -170,13 +147,14 @@ class TritonAttention:
         self._num_decode = batch.num_decode
         self._decode = self._plan_decode(batch, kv_pool) if batch.num_decode else None
         self._prefill = None
-        part = self._prefill_part
-        if batch.num_rows > batch.num_decode and not (part is not None and part.plan(batch, kv_pool)):
-            self._prefill = self._plan_prefill(batch, kv_pool)
+        if batch.num_rows > batch.num_decode:
+            prefixes, part = self._verify_prefixes_of(batch, kv_pool), self._prefill_part
+            if prefixes or part is None or not part.plan(batch, kv_pool):
+                self._prefill = self._plan_prefill(batch, kv_pool, prefixes)
 
     def _plan_decode(self, batch: ForwardBatch, kv_pool: KVPool) -> DecodeMetadata:
         rows = batch.num_decode
-        size = self._size(kv_pool)
+        size = self.size(kv_pool)
         prefixes = worthwhile([prefix for prefix in batch.shared_prefixes if prefix.end <= rows], size)
         lengths = batch.seq_lens[:rows]
         tables_BP = batch.page_tables_BP[:rows]
@@ -188,69 +166,40 @@ class TritonAttention:
         metadata.cut()
         return metadata
 
-    def _plan_prefill(self, batch: ForwardBatch, kv_pool: KVPool) -> PrefillPlan:
-        first = batch.num_decode
-        queries, lengths = batch.query_lens[first:], batch.seq_lens[first:]
-        tiles = self._prefill_tiles(kv_pool, max(queries))
-        parts = _prefill_parts(queries, lengths, tiles.block_m // self._group)
-        packed = send(np.array([value for part in parts for value in part], dtype=np.int32), kv_pool.device)
-        splits = self._prefill_splits(len(parts[2]), max(lengths), kv_pool)
-        views = packed.split([len(part) for part in parts])
-        plan = self._plan_of(first, views, batch.page_tables_BP[first:], tiles, splits, kv_pool.page_size, packed)
-        if batch.window is not None:
-            plan.window_tables_BP = batch.window.page_tables_BP[first:]
+    def _plan_prefill(self, batch: ForwardBatch, kv_pool: KVPool, prefixes: list[SharedPrefix]) -> PrefillPlan:
+        plan, first = self._prefills.of_batch(batch, kv_pool), batch.num_decode
+        if prefixes:
+            queries = sum(batch.query_lens[first : batch.provisional])
+            ends_R = batch.positions_T[first : first + queries] + 1
+            plan.shared = self._verify_prefixes(plan.query_starts_B1, ends_R, kv_pool)
+            moved = [replace(each, start=each.start - first, end=each.end - first) for each in prefixes]
+            plan.shared.set(moved, queries / (batch.provisional - first))
+            plan.shared.list()
         return plan
 
-    def _prefill_tiles(self, kv_pool: KVPool, longest: int) -> TileConfig:
-        longest = 1 << 20 if self._deterministic else longest
-        return prefill_config(self._block_d, kv_pool.dtype.itemsize, self._group, longest)
+    def _verify_prefixes_of(self, batch: ForwardBatch, kv_pool: KVPool) -> list[SharedPrefix]:
+        """Those that are worth reading once for rows that verify drafts."""
+        first, end = batch.num_decode, batch.provisional
+        found = [prefix for prefix in batch.shared_prefixes if first <= prefix.start and prefix.end <= end]
+        if not found or self._deterministic:
+            return []
+        return worthwhile(found, self.size(kv_pool), sum(batch.query_lens[first:end]) / (end - first))
 
-    def _prefill_splits(self, tiles: int, longest_context: int, kv_pool: KVPool) -> int:
-        """Parts that each tile's context is cut into, so that few tiles still fill the device."""
-        if self._deterministic:
-            return 1
-        free = 2 * processors(kv_pool.device) // max(1, tiles * self._num_kv_heads)
-        return max(1, min(16, free, longest_context // MIN_PREFILL_SPLIT))
-
-    # The graph form of prefill.
+    # The graph form of prefill, and of rounds of speculation.
 
     def prefills_in_one_piece(self, batch: ForwardBatch, kv_pool: KVPool) -> bool:
         """Whether a batch without decode rows runs as `run_prefill` with fixed buffers does."""
-        if self._prefill_part is not None:
+        if self._prefill_part is not None or self._verify_prefixes_of(batch, kv_pool):
             return False
-        per_tile = self._prefill_tiles(kv_pool, 1 << 20).block_m // self._group
-        tiles = sum(-(-count // per_tile) for count in batch.query_lens)
-        return self._prefill_splits(tiles, max(batch.seq_lens), kv_pool) == 1
+        return self._prefills.one_piece(batch, kv_pool)
 
     def plan_prefill_buffers(self, max_tokens: int, max_rows: int, max_pages: int, kv_pool: KVPool) -> PrefillPlan:
         """Fixed buffers for up to `max_tokens` tokens of up to `max_rows` rows, all of them padding."""
-        tiles = self._prefill_tiles(kv_pool, 1 << 20)
-        most = max_tokens // (tiles.block_m // self._group) + max_rows
-        sizes = [max_rows, max_rows + 1, most, most]
-        packed = torch.full((sum(sizes),), -1, dtype=torch.int32, device=kv_pool.device)
-        packed[: sum(sizes[:2])] = 0
-        tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=kv_pool.device)
-        plan = self._plan_of(0, packed.split(sizes), tables, tiles, 1, kv_pool.page_size, packed)
-        if kv_pool.window_pages is not None:
-            plan.window_tables_BP = torch.zeros_like(tables)
-        return plan
+        return self._prefills.buffers(max_tokens, max_rows, max_pages, kv_pool)
 
     def fill_prefill(self, plan: PrefillPlan, batch: ForwardBatch) -> None:
         """Take a batch without decode rows into fixed buffers. Waits for nothing."""
-        per_tile = plan.tiles.block_m // self._group
-        parts = _prefill_parts(batch.query_lens, batch.seq_lens, per_tile)
-        packed, at = np.full(plan.packed.shape[0], -1, dtype=np.int32), 0
-        buffers = (plan.seq_lens_B, plan.query_starts_B1, plan.tile_row_X, plan.tile_query_X)
-        for buffer, part, padding in zip(buffers, parts, (0, parts[1][-1], -1, 0), strict=True):
-            packed[at : at + len(part)] = part
-            packed[at + len(part) : at + buffer.shape[0]] = padding
-            at += buffer.shape[0]
-        plan.packed.copy_(staged(packed, plan.packed.device), non_blocking=True)
-        rows, columns = batch.page_tables_BP.shape
-        plan.page_tables_BP[:rows, :columns].copy_(batch.page_tables_BP)
-        if plan.window_tables_BP is not None:
-            given = batch if batch.window is None else batch.window
-            plan.window_tables_BP[:rows, :columns].copy_(given.page_tables_BP)
+        self._prefills.fill(plan, batch)
 
     def plan_round_buffers(
         self,
@@ -260,39 +209,23 @@ class TritonAttention:
         most_queries: int,
         kv_pool: KVPool,
         at_end: bool = False,
+        ends_R: torch.Tensor | None = None,
     ) -> PrefillPlan:
         """Rows of up to `most_queries` tokens whose lengths and starts the device fills: a row without
-        tokens is a no-op. `at_end` as in `prefill_attention`."""
-        device, rows = kv_pool.device, seq_lens_B.shape[0]
-        tiles = self._prefill_tiles(kv_pool, most_queries)
-        per_tile = tiles.block_m // self._group
-        each = ceil_div(most_queries, per_tile)
-        row_X = torch.arange(rows, dtype=torch.int32, device=device).repeat_interleave(each)
-        query_X = (torch.arange(each, dtype=torch.int32, device=device) * per_tile).repeat(rows)
-        longest = page_tables_BP.shape[1] * kv_pool.page_size
-        splits = self._prefill_splits(rows * each, longest, kv_pool)
-        views = (seq_lens_B, query_starts_B1, row_X, query_X)
-        plan = self._plan_of(0, views, page_tables_BP, tiles, splits, kv_pool.page_size, row_X)
+        tokens is a no-op. `at_end` as in `prefill_attention`. With `ends_R`, where all queries stand, counted
+        from 1, rows may share prefixes: `shared.set` says which, and `shared.list` follows in every round."""
+        given = (page_tables_BP, seq_lens_B, query_starts_B1, most_queries, kv_pool)
+        plan = self._prefills.rounds(*given)
         plan.at_end = at_end
+        if ends_R is not None:
+            plan.shared = self._verify_prefixes(query_starts_B1, ends_R, kv_pool)
         return plan
 
-    def _plan_of(
-        self,
-        start: int,
-        views: tuple[torch.Tensor, ...],
-        page_tables_BP: torch.Tensor,
-        tiles: TileConfig,
-        splits: int,
-        page_size: int,
-        packed: torch.Tensor,
-    ) -> PrefillPlan:
-        lengths, starts, rows_X, queries_X = views
-        arrived_XK = None
-        if splits > 1:
-            arrived_XK = torch.zeros(len(rows_X), self._num_kv_heads, dtype=torch.int32, device=rows_X.device)
-        return PrefillPlan(
-            start, lengths, starts, page_tables_BP, rows_X, queries_X, tiles, splits, page_size, packed, arrived_XK
-        )
+    def _verify_prefixes(self, starts_B1: torch.Tensor, ends_R: torch.Tensor, kv_pool: KVPool) -> VerifyPrefixes:
+        if self._workspace is None:
+            self._workspace = Workspace(kv_pool.device)
+        tiles = prefix_config(self._block_d, kv_pool.dtype.itemsize, self._group)
+        return VerifyPrefixes.empty(self.size(kv_pool), tiles, self._workspace, starts_B1, ends_R)
 
     def run_prefill(
         self,
@@ -308,9 +241,12 @@ class TritonAttention:
         if plan.arrived_XK is not None:
             tokens, heads, head_dim = q_TNH.shape
             partial = States.empty((plan.splits, tokens), heads, head_dim, q_TNH.device)
-        tables_BP = plan.page_tables_BP
+        tables_BP, shared, shape = plan.page_tables_BP, plan.shared, self._shape(layer, plan.page_size)
         if plan.window_tables_BP is not None and self._spec.layers[layer].window is not None:
-            tables_BP = plan.window_tables_BP
+            # Rows that have come further than others no longer have the pages.
+            tables_BP, shared = plan.window_tables_BP, None
+        if shared is not None:
+            self._run_prefix(q_TNH, layer_kv, tables_BP, shared, shape)
         prefill_attention(
             q_TNH,
             layer_kv,
@@ -320,14 +256,27 @@ class TritonAttention:
             plan.tile_row_X,
             plan.tile_query_X,
             out_TNH,
-            self._shape(layer, plan.page_size),
+            shape,
             plan.tiles,
             sink_N,
             plan.splits,
             partial,
             plan.arrived_XK,
             plan.at_end,
+            None if shared is None else shared.before,
         )
+
+    def _run_prefix(
+        self,
+        q_TNH: torch.Tensor,
+        layer_kv: torch.Tensor,
+        tables_BP: torch.Tensor,
+        shared: VerifyPrefixes,
+        shape: LayerShape,
+    ) -> None:
+        programs = ceil_div(PREFIX_PROGRAMS * shared.size.processors, shape.num_kv_heads)
+        given = (q_TNH, layer_kv, tables_BP, shared.ends_R, shared.pieces_X8, shared.before.states, shape)
+        prefix_attention(*given, shared.tiles, shared.count_1, programs)
 
     def run(
         self,
@@ -379,7 +328,7 @@ class TritonAttention:
             prefix_config(self._block_d, itemsize, self._group),
         )
         metadata = decode_buffers(
-            self._size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, self._deterministic
+            self.size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, self._deterministic
         )
         if kv_pool.window_pages is not None:
             alone = decode_config(self._block_d, itemsize, self._deterministic, rows)
@@ -387,7 +336,7 @@ class TritonAttention:
             metadata.window = window_buffers(*given, self._reach, self._deterministic)
         return metadata
 
-    def _size(self, kv_pool: KVPool) -> AttentionSize:
+    def size(self, kv_pool: KVPool) -> AttentionSize:
         return AttentionSize(
             num_heads=self.num_heads,
             num_kv_heads=self._num_kv_heads,
@@ -411,11 +360,3 @@ class TritonAttention:
                 sink=spec.sink,
             )
         return shape
-
-
-def _prefill_parts(queries: list[int], lengths: list[int], per_tile: int) -> tuple[list[int], ...]:
-    """Lengths, starts of rows among the tokens, rows of tiles and their first queries."""
-    starts = [0]
-    for count in queries:
-        starts.append(starts[-1] + count)
-    return (lengths, starts, *cut_tiles(queries, lengths, per_tile))

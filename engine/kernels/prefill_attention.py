@@ -5,7 +5,8 @@ queries. Ignores single-query rows, for which `decode_attention` is faster.
 
 A tile holds a few queries of one row with all heads of one key/value head; `tile_row_X` and
 `tile_query_X` say which. Keys may be cut into splits, as many as a row's length is worth: the last of a tile's to
-arrive merges their states, in their order.
+arrive merges their states, in their order. Of rows that share prefixes, what `prefix_attention` read for all
+their queries is merged last.
 
 Shapes: T query tokens of all rows back to back, B rows, X tiles, N query heads, H head size,
 M = queries of a tile times heads of a group, D = H padded to a power of two.
@@ -15,6 +16,8 @@ M = queries of a tile times heads of a group, D = H padded to a power of two.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -35,6 +38,16 @@ from engine.kernels.early import await_inputs, is_early, options, release_next
 
 MIN_SPLIT = 128
 """Tokens that a split has at least: fewer are read sooner than another's state."""
+
+
+@dataclass(slots=True)
+class Before:
+    """What rows need not read: row b's own tokens start at own_start_B[b], and parts_B[b] stored states cover those
+    before, of each of its queries. `states` are [S, R], of the first R queries of all."""
+
+    own_start_B: torch.Tensor
+    parts_B: torch.Tensor
+    states: States
 
 
 def prefill_reference(
@@ -62,7 +75,7 @@ def prefill_reference(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize=["table_stride", "num_tokens", "before_queries"],
     do_not_specialize_on_alignment=[
         "sink_ptr",
         "tables_ptr",
@@ -72,6 +85,9 @@ def prefill_reference(
         "tile_query_ptr",
         "lse_ptr",
         "arrived_ptr",
+        "own_start_ptr",
+        "parts_ptr",
+        "before_lse_ptr",
     ],
 )
 def _prefill_kernel(
@@ -87,10 +103,15 @@ def _prefill_kernel(
     mean_ptr,
     lse_ptr,
     arrived_ptr,
+    own_start_ptr,
+    parts_ptr,
+    before_ptr,
+    before_lse_ptr,
     q_stride,
     out_stride,
     table_stride,
     num_tokens,
+    before_queries,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -103,22 +124,28 @@ def _prefill_kernel(
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     AT_END: tl.constexpr,
+    SHARED: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    await_inputs(EARLY)
-    release_next(EARLY)
+    if not SHARED:
+        await_inputs(EARLY)
+        release_next(EARLY)
     QUERIES: tl.constexpr = BLOCK_M // (HEADS // KV_HEADS)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(tile_row_ptr + tile)
     if row < 0:
+        if SHARED:
+            await_inputs(EARLY)
         return
     first_query = tl.load(tile_query_ptr + tile)
     query_start = tl.load(query_starts_ptr + row)
     query_len = tl.load(query_starts_ptr + row + 1) - query_start
     if first_query >= query_len:
+        if SHARED:
+            await_inputs(EARLY)
         return
     queries = tl.minimum(query_len - first_query, QUERIES)
     seq_len = tl.load(seq_lens_ptr + row)
@@ -130,13 +157,15 @@ def _prefill_kernel(
     first_position = seq_len - query_len + first_query
     position_M = first_position + query_M
     lo = 0
+    if SHARED:
+        lo = tl.load(own_start_ptr + row)
     hi = first_position + queries
     if AT_END:
         first_position = seq_len - 1
         position_M = query_M * 0 + first_position
         hi = seq_len
     if WINDOW > 0:
-        lo = tl.maximum(first_position - WINDOW + 1, 0)
+        lo = tl.maximum(first_position - WINDOW + 1, lo)
     split, splits = tl.program_id(2), 1
     if SPLITS > 1:
         length = (hi - lo + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
@@ -214,6 +243,14 @@ def _prefill_kernel(
             acc_MD, sum_M, top_M = merge_all(
                 acc_MD, sum_M, top_M, mean_ptr, lse_ptr, state_M, splits, states, mask_M, mask_MD, HEAD_DIM, BLOCK_D
             )  # fmt: skip
+    if SHARED:
+        await_inputs(EARLY)  # the prefix kernel's states
+        release_next(EARLY)
+        stride = before_queries.to(tl.int64) * HEADS
+        acc_MD, sum_M, top_M = merge_all(
+            acc_MD, sum_M, top_M, before_ptr, before_lse_ptr, token_M * HEADS + head_M, tl.load(parts_ptr + row),
+            stride, mask_M, mask_MD, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
     if SINK:
         sink_M = tl.load(sink_ptr + head_M).to(tl.float32)
         acc_MD, sum_M, top_M = add_sink(acc_MD, sum_M, top_M, sink_M)
@@ -238,9 +275,12 @@ def prefill_attention(
     partial: States | None = None,
     arrived_XK: torch.Tensor | None = None,
     at_end: bool = False,
+    before: Before | None = None,
 ) -> None:
     """Write out_TNH for the tokens that tiles cover. With `at_end` every query of a row stands at its end
-    and sees all of it, as a drafter's block does.
+    and sees all of it, as a drafter's block does. With `before` rows read their own tokens alone: where launches
+    overlap (`engine.kernels.early`), the one before must then be the prefix kernel's, and all other inputs come
+    from two launches back at least.
 
     Tile x holds queries [tile_query, tile_query + block_m // G) of its row, counted within the row;
     tiles past a row's queries and tiles of row -1 are padding. Where splits > 1, the most that a row is cut into,
@@ -264,15 +304,21 @@ def prefill_attention(
         partial.mean_INH if partial is not None else out_TNH,
         partial.lse_IN if partial is not None else out_TNH,
         arrived_XK if arrived_XK is not None else tile_row_X,
+        before.own_start_B if before is not None else tile_row_X,
+        before.parts_B if before is not None else tile_row_X,
+        before.states.mean_INH if before is not None else out_TNH,
+        before.states.lse_IN if before is not None else out_TNH,
         q_TNH.stride(0),
         out_TNH.stride(0),
         page_tables_BP.stride(0),
         q_TNH.shape[0],
+        before.states.lse_IN.shape[1] if before is not None else 0,
         **shape.constants,
         SINK=sink_N is not None,
         SPLITS=splits,
         MIN_SPLIT=-(-MIN_SPLIT // config.block_n) * config.block_n,
         AT_END=at_end,
+        SHARED=before is not None,
         EARLY=early,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

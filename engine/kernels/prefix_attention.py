@@ -6,8 +6,9 @@ Ignores the rows' own tokens and the merge (`decode_attention`), and how segment
 
 A piece is 8 int32: first row, number of rows, first token, end token, the row whose page table names
 the pages, the index of the state it makes for its rows, and two unused. Pieces with no rows are
-padding. The rows of a piece times the heads of a group are the M dimension. Where the length of the
-list is known on the device only, a fixed number of programs goes through it.
+padding. The rows of a piece times the heads of a group are the M dimension. A row of a piece may also be one of
+several queries of a request: then `seq_lens` say where each query stands, counted from 1, and rows of page tables are
+requests. Where the length of the list is known on the device only, a fixed number of programs goes through it.
 
 Shapes: B rows, N query heads, H head size, X pieces, S states a row, M query rows of a tile, D = H
 padded to a power of two.
@@ -78,7 +79,7 @@ def _attend_piece(
     if WINDOW > 0:
         # A row of length 0 sees nothing and must not hold the tile back.
         length_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
-        position_M = tl.where(length_M > 0, length_M - 1, 1 << 30)
+        position_M = tl.where(length_M > 0, length_M - 1, 1 << 30).to(tl.int32)
         lo = tl.maximum(lo, (tl.min(position_M, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
     acc_MD, sum_M, top_M = empty_state(BLOCK_M, BLOCK_D)
     acc_MD, sum_M, top_M = attend_tokens(

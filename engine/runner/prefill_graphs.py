@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.triton import PrefillPlan, TritonAttention
+from engine.attention.prefill_plan import PrefillPlan
+from engine.attention.triton import TritonAttention
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.metrics import EngineCounters

@@ -91,7 +91,8 @@ class BatchBuilder:
             if count == prefill.remaining and prefill.samples:
                 logit_rows.append(rows.end - 1)
         tokens_T = np.concatenate([np.asarray(part, dtype=np.int64) for part in rows.tokens])
-        batch = self._assemble(rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
+        given = (rows.slots, rows.starts, rows.counts, rows.keys, tokens_T, logit_rows, num_decode)
+        batch = self._assemble(*given, max(num_decode, provisional))
         batch.provisional = provisional
         return self._adapt(batch, rows.leases, rows.counts, logit_rows)
 
@@ -104,7 +105,7 @@ class BatchBuilder:
             keys.append(sample.sequence.key)
         rows = len(samples)
         tokens_T = np.asarray(tokens, dtype=np.int64)
-        batch = self._assemble(slots, computed, [1] * rows, keys, tokens_T, list(range(rows)), rows)
+        batch = self._assemble(slots, computed, [1] * rows, keys, tokens_T, list(range(rows)), rows, rows)
         return self._adapt(batch, [sample.group.lease for sample in samples], [1] * rows, list(range(rows)))
 
     def _adapt(
@@ -126,7 +127,9 @@ class BatchBuilder:
         tokens_T: np.ndarray,
         logit_rows: list[int],
         num_decode: int,
+        running: int,
     ) -> ForwardBatch:
+        """`running` rows at the front are of samples that run: decode rows and those that verify drafts."""
         starts_B, counts_B = np.asarray(starts, dtype=np.int64), np.asarray(counts, dtype=np.int64)
         seq_lens_B = starts_B + counts_B
         width = int(-(-seq_lens_B.max() // self._page_size))
@@ -148,7 +151,7 @@ class BatchBuilder:
             row_keys=keys,
             num_decode=num_decode,
             logit_rows_R=self._tensor(np.asarray(logit_rows, dtype=np.int64)),
-            shared_prefixes=self._shared_prefixes(keys[:num_decode], page_tables_BP, starts_B),
+            shared_prefixes=self._shared_prefixes(keys[:running], page_tables_BP, starts_B),
             state_slots=None if self._table.states_S is None else self._table.states_S[slots].tolist(),
             window=self._window(slots, width, rows_T, positions_T),
         )
@@ -166,7 +169,7 @@ class BatchBuilder:
         return WindowRows(self._tensor(write_slots_T), self._tensor(tables_BP))
 
     def _shared_prefixes(self, keys: list[int], page_tables_BP: np.ndarray, starts_B: np.ndarray) -> list[SharedPrefix]:
-        """Runs of neighbouring decode rows that begin with the same pages. Pages in a prefix are
+        """Runs of neighbouring rows that begin with the same pages. Pages in a prefix are
         full and never written again, so the answer holds until the rows change."""
         key = tuple(keys)
         if key == self._shared_key:

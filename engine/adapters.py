@@ -242,6 +242,12 @@ class Adapters:
 
         return Variant.of(self.residency.pool, slots_T, self._deterministic)
 
+    def uneven_variant(self, slots: np.ndarray, rows: int) -> Variant:
+        """The same for `rows` rows of which nobody knows how many belong to each of these slots."""
+        from lora.kernel_step import Variant
+
+        return Variant.uneven(self.residency.pool, slots, rows)
+
     def captured(self, rows: int, variant: Variant) -> KernelStep:
         """A step to be captured, of rows of the base until it is filled."""
         from lora.kernel_step import KernelStep

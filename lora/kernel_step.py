@@ -19,7 +19,7 @@ from lora.device_pool import BASE, DevicePool
 from lora.geometry import Kind
 from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import MIN_RANK, ShrinkConfig, lora_shrink, num_splits
-from lora.segments import Segments, Tiles, count_tiles, tile_tier
+from lora.segments import Segments, Tiles, count_tiles, most_tiles, tile_tier
 
 FEW_BLOCK, SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 4, 16, 64, 512
 """Rows of a tile where slots have few each, where they have more, and in steps of more rows than the last."""
@@ -46,9 +46,21 @@ class Variant:
     def of(pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False) -> Variant:
         """With `fixed_tiles`, tiles are the same however many rows there are: a row's bits do not depend on its
         batch."""
-        traits = [pool.traits(slot) for slot in np.unique(slots_T).tolist() if slot != BASE]
-        rank = max((trait.rank for trait in traits), default=0)
         block = SMALL_BLOCK if fixed_tiles else _block(slots_T)
+        return Variant._of(pool, slots_T, block, tile_tier(len(slots_T), count_tiles(slots_T, block), block))
+
+    @staticmethod
+    def uneven(pool: DevicePool, slots: np.ndarray, rows: int) -> Variant:
+        """For `rows` rows, however many of them belong to each of these slots and to the base."""
+        count = len(np.union1d(slots, [BASE]))
+        few, small = (most_tiles(rows, count, block) for block in (FEW_BLOCK, SMALL_BLOCK))
+        block = LARGE_BLOCK if rows > MANY_ROWS else FEW_BLOCK if few <= small * MORE_TILES else SMALL_BLOCK
+        return Variant._of(pool, slots, block, tile_tier(rows, most_tiles(rows, count, block), block))
+
+    @staticmethod
+    def _of(pool: DevicePool, slots: np.ndarray, block: int, tiles: int) -> Variant:
+        traits = [pool.traits(slot) for slot in np.unique(slots).tolist() if slot != BASE]
+        rank = max((trait.rank for trait in traits), default=0)
         return Variant(
             max(MIN_RANK, rank),
             rank < MIN_RANK or any(trait.least != rank for trait in traits),
@@ -56,7 +68,7 @@ class Variant:
             any(trait.embedding for trait in traits),
             any(trait.head for trait in traits),
             block,
-            tile_tier(len(slots_T), count_tiles(slots_T, block), block),
+            tiles,
         )
 
 

@@ -55,6 +55,12 @@ def count_tiles(slots_T: np.ndarray, block: int) -> int:
     return int((-(-counts // block)).sum())
 
 
+def most_tiles(rows: int, slots: int, block: int) -> int:
+    """Tiles that rows take at most, however they are divided over so many slots."""
+    slots = min(rows, slots)
+    return slots + (rows - slots) // block
+
+
 def tile_tier(rows: int, tiles: int, block: int) -> int:
     """How many tiles a launch is sized to: what `rows` rows of one slot take, doubled until `tiles` fit. Tiles
     beyond those of a step cost a launch little, and a graph for every number would cost much."""

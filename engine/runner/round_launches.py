@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.adapters import Adapters
 from engine.attention.triton import TritonAttention
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.drafter import Committed
 from engine.dspark.speculation import Speculation
 from engine.kernels.block_rows import pack_blocks
+from engine.kernels.round_adapters import tile_rows
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
 from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
@@ -32,11 +34,13 @@ from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.runner.block_launches import BlockLaunches
 from engine.runner.round_plan import RoundModes, message_size
+from lora.kernel_step import KernelStep
 
 
 @dataclass(slots=True)
 class RoundParts:
-    """What all rounds of an engine share. `draft_attention` is there for a drafter that runs on the device."""
+    """What all rounds of an engine share. `draft_attention` is there for a drafter that runs on the device,
+    `adapters` where the target may have some."""
 
     spec: ModelSpec
     forward: FusedForward
@@ -45,6 +49,7 @@ class RoundParts:
     speculation: Speculation
     limits: RoundLimits
     draft_attention: TritonAttention | None = None
+    adapters: Adapters | None = None
 
     @property
     def drafts(self) -> int:
@@ -92,17 +97,27 @@ class RoundInputs:
         return self._part(3)
 
     @property
+    def order_B(self) -> torch.Tensor:
+        """Rows by the slots of their adapters."""
+        return self._part(4)
+
+    @property
+    def adapters_B(self) -> torch.Tensor:
+        """Those slots, in that order."""
+        return self._part(5)
+
+    @property
     def budget_1(self) -> torch.Tensor:
-        return self.message[4 * self.rows : 4 * self.rows + 1]
+        return self.message[6 * self.rows : 6 * self.rows + 1]
 
     @property
     def survival_BG(self) -> torch.Tensor:
-        start = 4 * self.rows + 1
+        start = 6 * self.rows + 1
         return self.message[start : start + self.rows * self.drafts].view(torch.float32).view(self.rows, -1)
 
     @property
     def drafts_BG(self) -> torch.Tensor:
-        return self.message[4 * self.rows + 1 + self.rows * self.drafts :].view(self.rows, -1)
+        return self.message[6 * self.rows + 1 + self.rows * self.drafts :].view(self.rows, -1)
 
 
 @dataclass(slots=True)
@@ -122,7 +137,7 @@ class RoundScratch:
 
 class RoundLaunches:
     """Calling it enqueues one round; `record_BF` then tells of it. `draft_tokens` are those of packed blocks, 0
-    where blocks are whole."""
+    where blocks are whole. `adapters` add to the target's products alone: the drafter is everybody's."""
 
     def __init__(
         self,
@@ -133,13 +148,14 @@ class RoundLaunches:
         modes: RoundModes,
         scratch: RoundScratch,
         draft_tokens: int = 0,
+        adapters: KernelStep | None = None,
     ) -> None:
         device, rows = parts.pool.device, inputs.rows
 
         def column(dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
-        self.inputs = inputs
+        self.inputs, self.adapters = inputs, adapters
         self.record_BF = torch.zeros(rows, record_width(parts.drafts), dtype=torch.int32, device=device)
         self._parts, self._table, self._modes, self._workspace = parts, table, modes, scratch.sampling
         self._edits = table.edits.columns if modes.step.edits and table.edits is not None else None
@@ -198,6 +214,10 @@ class RoundLaunches:
                 pack_blocks(*stand, limits, drafter.block)
             confidence_BG, draw = drafter.draft(inputs.slots_B, self._anchor_ids_B, self._anchors_B)
         survival_BG, lens_B, keep_B = self._lengths(confidence_BG)
+        if self.adapters is not None:
+            # Kernels look at these tables before they wait for the launch before them: two stand between.
+            sorted_B = inputs.order_B, inputs.adapters_B
+            tile_rows(*sorted_B, self._window_B, lens_B, len(rows.ids_R), self.adapters.tiles)
         pack_rows(
             inputs.slots_B,
             self._window_B,
@@ -257,8 +277,8 @@ class RoundLaunches:
             return self._out_RNH
 
         states = dict.fromkeys(parts.speculation.captured_layers, rows.ids_R)
-        hidden_RD = parts.forward.hidden(rows.ids_R, rows.positions_R, rows.write_slots_R, attend, states or None)
+        places = rows.ids_R, rows.positions_R, rows.write_slots_R
+        hidden_RD = parts.forward.hidden(*places, attend, states or None, self.adapters)
         if states:
-            committed = Committed((), (), rows.ids_R, rows.positions_R, rows.write_slots_R, states)
-            parts.speculation.drafter.commit(committed)
-        return parts.forward.logits(hidden_RD)
+            parts.speculation.drafter.commit(Committed((), (), *places, states))
+        return parts.forward.logits(hidden_RD, adapters=self.adapters)

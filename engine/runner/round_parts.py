@@ -40,4 +40,5 @@ def round_parts(parts: Parts, speculation: Speculation, runner: FusedRunner) -> 
         lead=traits.lead,
         by_request=attention is not None and speculation.config.mode == "compact",
     )
-    return RoundParts(spec, runner.fused, runner.attention, pool, speculation, limits, attention)
+    shared = (spec, runner.fused, runner.attention, pool, speculation, limits)
+    return RoundParts(*shared, attention, parts.adapters)

@@ -9,12 +9,13 @@ Shapes: B rows, G drafts a row, P page-table columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.dspark.config import Mode, Rule
 from engine.runner.stepper import StepModes
+from lora.device_pool import BASE
 
 MOST_AT_ONCE = 4
 """Rounds launched at once, at most: their budget is as old as the first of them."""
@@ -38,7 +39,7 @@ class RoundPlan:
     pages of `page_tables_BP`; `room[b]` are the tokens that these hold. Where blocks are
     drafted by request, `most` decides which graph runs. `survival_BG` float32 is what the
     budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
-    host drafts.
+    host drafts. `adapters` are the slots of the rows' adapters, empty where all are the base's.
     """
 
     slots: list[int]
@@ -52,6 +53,7 @@ class RoundPlan:
     page_tables_BP: np.ndarray
     survival_BG: np.ndarray
     drafts_BG: np.ndarray | None = None
+    adapters: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -65,7 +67,11 @@ class RoundPlan:
         message[:tier] = -1
         for place, values in enumerate((self.slots, self.most, self.least, self.room)):
             message[place * tier : place * tier + rows] = values
-        at = 4 * tier
+        adapters_B = np.full(tier, BASE, dtype=np.int32)
+        adapters_B[: len(self.adapters)] = self.adapters
+        order_B = np.argsort(adapters_B, kind="stable")
+        message[4 * tier : 5 * tier], message[5 * tier : 6 * tier] = order_B, adapters_B[order_B]
+        at = 6 * tier
         message[at] = self.budget
         at += 1
         message[at : at + rows * drafts] = self.survival_BG.astype(np.float32).view(np.int32).ravel()
@@ -76,7 +82,7 @@ class RoundPlan:
 
 
 def message_size(tier: int, drafts: int) -> int:
-    return 4 * tier + 1 + 2 * tier * drafts
+    return 6 * tier + 1 + 2 * tier * drafts
 
 
 def tiers_of_rows(most: int) -> list[int]:

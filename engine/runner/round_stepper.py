@@ -26,6 +26,7 @@ from engine.runner.graph_pool import GraphPool
 from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
+from lora.kernel_step import Variant
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class RoundStepper:
         """Draft tokens of graphs, None where blocks are whole."""
         if parts.limits.by_request:
             self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
-        self._captured: dict[tuple[int, int, int, RoundModes], CapturedRound] = {}
+        self._captured: dict[tuple[int, int, int, RoundModes, Variant | None], CapturedRound] = {}
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -95,6 +96,8 @@ class RoundStepper:
         """Enqueue the plan's rounds. Pages are reserved."""
         captured, tier = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
+        if captured.launches.adapters is not None:
+            captured.launches.adapters.pool.await_ready(set(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         records = []
@@ -115,7 +118,10 @@ class RoundStepper:
             slots = sum(self._parts.limits.lead + count for count in plan.most if count)
             drafted = self.draft_tiers[bisect.bisect_left(self.draft_tiers, slots)]
         self._drop_moved()
-        key = (tier, verify, drafted, plan.modes)
+        variant = None
+        if plan.adapters and self._parts.adapters is not None:
+            variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
+        key = (tier, verify, drafted, plan.modes, variant)
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
@@ -132,7 +138,9 @@ class RoundStepper:
         for key in [key for key in self._captured if key[3].step.extra]:
             del self._captured[key]
 
-    def _capture(self, tier: int, verify: int, drafted: int, modes: RoundModes) -> CapturedRound:
+    def _capture(
+        self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None
+    ) -> CapturedRound:
         if self._scratch is None:
             most = self._row_tiers[-1], self.verify_tiers[-1]
             self._scratch = RoundScratch.empty(self._parts, *most, self._table.device)
@@ -141,7 +149,10 @@ class RoundStepper:
             columns = self._requests.pages_SP.shape[1]
             inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, self._table.device)
         inputs.message[:tier] = -1
-        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch, drafted)
+        step = None
+        if variant is not None and self._parts.adapters is not None:
+            step = self._parts.adapters.captured(verify, variant)
+        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch, drafted, step)
         which = f"{tier} rows, {verify} verify rows and {drafted or 'all'} block slots"
         replay = self._graphs.record(launches, f"rounds of {which}")
         self._counters.graph_captures += 1

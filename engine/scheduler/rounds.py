@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from engine.adapters import slot_of
 from engine.dspark.acceptance import Verdict
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
@@ -81,10 +82,10 @@ class DeviceRounds:
 
     def serves(self, samples: Sequence[Sample]) -> bool:
         """Whether rounds of these samples can run on the device: not with penalties, which differ along the
-        drafts, nor with alternatives or adapters. Others are the serial loop's."""
+        drafts, nor with alternatives. Others are the serial loop's."""
         for sample in samples:
             row = sample.row
-            if row.penalises or row.want.top_logprobs or sample.group.lease is not None:
+            if row.penalises or row.want.top_logprobs:
                 return False
         return True
 
@@ -134,6 +135,7 @@ class DeviceRounds:
             ids_BG = planned.proposal.ids_BG.cpu().numpy()
             drafts_BG[: len(ids_BG)] = ids_BG[:, : self.window - 1]
         tier = step.plan.tier if config.mode == "compact" else len(slots) + sum(planned.most)
+        adapters = [slot_of(sample.group.lease) for sample in step.samples]
         plan = RoundPlan(
             slots=slots,
             rounds=rounds,
@@ -146,6 +148,7 @@ class DeviceRounds:
             page_tables_BP=table.pages_SP[slots, : int(held.max())],
             survival_BG=prior_BG[:, : self.window - 1],
             drafts_BG=drafts_BG,
+            adapters=adapters if any(adapters) else [],
         )
         self._counters.device_rounds += rounds
         return self._stepper.run(plan, step.samples)

@@ -46,10 +46,11 @@ from engine.kernels.markov_bias import markov_bias
 from engine.kernels.merge_states import merge_states
 from engine.kernels.mla_decode import mla_decode
 from engine.kernels.mla_tile import LatentShape, latent_config
-from engine.kernels.prefill_attention import prefill_attention
+from engine.kernels.prefill_attention import Before, prefill_attention
 from engine.kernels.prefix_attention import prefix_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
+from engine.kernels.round_adapters import tile_rows
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
@@ -62,6 +63,7 @@ from engine.kernels.skinny_matmul import SkinnyConfig, skinny_matmul, skinny_mat
 from engine.kernels.state_copy import StateAddresses, copy_on_grid
 from engine.kernels.swiglu import silu_and_mul
 from engine.kernels.unit_copy import UnitAddresses, unit_copy
+from engine.kernels.verify_pieces import list_pieces
 from engine.layers.gated_delta_reference import GatedDeltaHeads, GatedDeltaShape, HeadColumns
 from engine.layers.mamba2_reference import GroupNorm, Mamba2Heads, Mamba2Shape
 from engine.memory.device_table import DeviceTable
@@ -149,6 +151,7 @@ def rounds(capability: int) -> None:
     pack_blocks(slots, slots, long, long, pages, limits, BlockRows.packed(2, 16, 7, device))
     spend_rows(part, slots, slots, slots[:1], slots, Calibration(part, part[0]) if block else None)
     pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
+    tile_rows(slots, slots, slots, slots, 16, Tiles(16, 4, 4 if block else 16, device))
     gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))
     drafted = Drafted(drafts, slots, slots, *((part, part, part) if block else (None, None, None)))
     judged = Judged(slots, torch.zeros(16)) if block else None
@@ -223,7 +226,8 @@ def decode_rows(capability: int, shape: LayerShape | None = None, dtype: torch.d
 
 
 def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.dtype = BF16) -> None:
-    """Prompts; rows of a few queries with split keys for the newest; the merge of states by itself."""
+    """Prompts; rows of a few queries that share prefixes, with split keys for the newest; the merge of states by
+    itself."""
     shape = shape or LAYERS[capability]
     q, kv, tables, sink = _rows(shape, dtype)
     splits, longest = (4, 4) if capability == 100 else (1, 4096)
@@ -232,7 +236,14 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
     tiles = prefill_config(shape.block_d, dtype.itemsize, shape.group, longest)
     rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
     arrived = torch.zeros(4, shape.num_kv_heads, dtype=torch.int32)
-    prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial, arrived)
+    before = None
+    if capability >= 90:
+        prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
+        pieces = torch.zeros(4, 8, dtype=torch.int32)
+        before = Before(numbers, numbers, States.empty((2, 2), shape.num_heads, shape.head_dim, "cpu"))
+        list_pieces(numbers, pieces, pieces, numbers, prefix_tiles.block_m // shape.group)
+        prefix_attention(q, kv, tables, numbers.long(), pieces, before.states, shape, prefix_tiles, numbers, 2)
+    prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial, arrived, False, before)
     merge_states(partial, splits, torch.zeros_like(q), sink)
 
 

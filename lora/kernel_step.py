@@ -130,7 +130,7 @@ class KernelStep:
         return KernelStep(self.pool, self.slots_T[rows_R], self._fixed)
 
     def shrunk(
-        self, site: int, x_TK: torch.Tensor, splits: int | None = None, warps: int = ShrinkConfig.warps
+        self, site: int, x_TK: torch.Tensor, splits: int | None = None, warps: int = ShrinkConfig().warps
     ) -> torch.Tensor:
         """The first product [P, G, T, R], good until the next of its size. `splits` of the inputs, if not as
         many as follow from their number."""

@@ -48,9 +48,9 @@ class Choice:
 
 
 CHOICES = (
-    (1, Choice(128, 4, 64, 4, 2, 16, 2)),
+    (1, Choice(256, 8, 128, 2, 2, 16, 1)),
     (16, Choice(256, 4, 256, 8, 4, 16, 2)),
-    (1 << 30, Choice(256, 4, 256, 4, 2, 16, 2)),
+    (1 << 30, Choice(256, 4, 256, 4, 2, 8, 2, beside=True)),
 )
 """By the most tiles of a launch that a choice is for."""
 

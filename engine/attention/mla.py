@@ -10,9 +10,11 @@ K tokens chosen, I index heads, E index head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from engine.attention.torch_ref import context_slots
+from engine.attention.torch_ref import Row, rows_of
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.memory.latent_pool import LatentPool
@@ -40,6 +42,13 @@ def index_scores(q_QIE: torch.Tensor, weights_QI: torch.Tensor, keys_SE: torch.T
     return (weights_QI.float().unsqueeze(1) @ products_QIS).squeeze(1)
 
 
+def slabs(row: Row, numbers: int) -> Iterator[slice]:
+    """The row's queries, as many at once as memory allows for `numbers` numbers each."""
+    step = max(1, SLAB // max(numbers, 1))
+    for start in range(row.start, row.end, step):
+        yield slice(start, min(row.end, start + step))
+
+
 class LatentReference:
     name = "torch_ref"
 
@@ -49,54 +58,30 @@ class LatentReference:
         self._latent, self._scale = spec.latent, spec.query_scale
         self._batch: ForwardBatch | None = None
         self._pool: LatentPool | None = None
-        self._slots: list[torch.Tensor] = []
-        self._visible: list[torch.Tensor] = []
-        self._chosen: list[torch.Tensor | None] = []
+        self._rows: list[Row] = []
+        self._visible_T = torch.empty(0)
+        self.chosen_TK: torch.Tensor | None = None
+        """What layers that share a choice go by, -1 for rows that see all; None where every row does."""
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         assert isinstance(kv_pool, LatentPool), "latents lie in a pool of their own kind"
-        self._batch, self._pool = batch, kv_pool
-        self._slots = [context_slots(batch, row, kv_pool.page_size) for row in range(batch.num_rows)]
-        self._visible = list((batch.positions_T + 1).split(batch.query_lens))
-
-    @property
-    def chosen_TK(self) -> torch.Tensor | None:
-        """What layers that share a choice go by, -1 for rows that see all; None where every row does."""
-        if all(part is None for part in self._chosen) or self._latent.index is None:
-            return None
-        rows = zip(self._chosen, self._visible, strict=True)
-        all_QK = [
-            part if part is not None else seen.new_full((len(seen), self._latent.index.top_k), -1).int()
-            for part, seen in rows
-        ]
-        return torch.cat(all_QK)
-
-    @chosen_TK.setter
-    def chosen_TK(self, chosen_TK: torch.Tensor | None) -> None:
-        self._chosen = [None] * len(self._visible)
-        if chosen_TK is not None and self._latent.index is not None:
-            parts = zip(chosen_TK.split([len(seen) for seen in self._visible]), self._slots, strict=True)
-            self._chosen = [part if len(slots) > self._latent.index.top_k else None for part, slots in parts]
+        self._batch, self._pool, self.chosen_TK = batch, kv_pool, None
+        self._rows, self._visible_T = rows_of(batch, kv_pool.page_size), batch.positions_T + 1
 
     def choose(self, q_TIE: torch.Tensor, weights_TI: torch.Tensor, key_TE: torch.Tensor, layer: int) -> None:
         batch, pool, index = self._batch, self._pool, self._latent.index
         assert batch is not None and pool is not None and index is not None, "plan comes before choose"
         pool.write_index(layer, batch.write_slots_T, key_TE)
-        self._chosen, start = [], 0
-        for slots_S, visible_Q in zip(self._slots, self._visible, strict=True):
-            end = start + len(visible_Q)
-            if len(slots_S) <= index.top_k:
-                self._chosen.append(None)
-            else:
-                keys_SE = pool.index_keys(layer).index_select(0, slots_S)
-                step = max(1, SLAB // (index.heads * len(slots_S)))
-                parts = []
-                for at in range(start, end, step):
-                    to = min(end, at + step)
-                    scores_QS = index_scores(q_TIE[at:to], weights_TI[at:to], keys_SE)
-                    parts.append(choose_tokens(scores_QS, visible_Q[at - start : to - start], index.top_k))
-                self._chosen.append(torch.cat(parts))
-            start = end
+        self.chosen_TK = None
+        choosing = [row for row in self._rows if len(row.slots_C) > index.top_k]
+        if not choosing:
+            return
+        self.chosen_TK = q_TIE.new_full((len(q_TIE), index.top_k), -1, dtype=torch.int32)
+        for row in choosing:
+            keys_SE = pool.index_keys(layer).index_select(0, row.slots_C)
+            for part in slabs(row, index.heads * len(row.slots_C)):
+                scores_QS = index_scores(q_TIE[part], weights_TI[part], keys_SE)
+                self.chosen_TK[part] = choose_tokens(scores_QS, self._visible_T[part], index.top_k)
 
     def run(
         self,
@@ -108,25 +93,20 @@ class LatentReference:
         bias_TNE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """out_TNL. The one key head is the token's row, and the values are its first numbers."""
-        batch, pool = self._batch, self._pool
+        batch, pool, index = self._batch, self._pool, self._latent.index
         assert batch is not None and pool is not None, "plan comes before run"
         assert sink_N is None and bias_TNE is None, "latent layers have neither"
         pool.write(layer, batch.write_slots_T, k_TKH[:, 0])
         out_TNL = q_TNH.new_empty(*q_TNH.shape[:2], self._latent.rank)
-        indexed, start = self._spec.layers[layer].index != "none", 0
-        for row, (slots_S, visible_Q) in enumerate(zip(self._slots, self._visible, strict=True)):
-            end = start + len(visible_Q)
-            rows_SC = pool.tokens(layer).index_select(0, slots_S)
-            chosen_QK = self._chosen[row] if indexed else None
-            width = len(slots_S) if chosen_QK is None else chosen_QK.shape[1] * rows_SC.shape[1]
-            step = max(1, SLAB // (max(width, 1) * (q_TNH.shape[1] if chosen_QK is None else 1)))
-            for at in range(start, end, step):
-                to, part = min(end, at + step), slice(at - start, min(end, at + step) - start)
-                if chosen_QK is None:
-                    out_TNL[at:to] = self._dense(q_TNH[at:to], rows_SC, visible_Q[part])
-                else:
-                    out_TNL[at:to] = self._sparse(q_TNH[at:to], rows_SC, chosen_QK[part])
-            start = end
+        chosen_TK = self.chosen_TK if self._spec.layers[layer].index != "none" else None
+        for row in self._rows:
+            rows_SC = pool.tokens(layer).index_select(0, row.slots_C)
+            if chosen_TK is None or index is None or len(rows_SC) <= index.top_k:
+                for part in slabs(row, q_TNH.shape[1] * len(rows_SC)):
+                    out_TNL[part] = self._dense(q_TNH[part], rows_SC, self._visible_T[part])
+            else:
+                for part in slabs(row, index.top_k * rows_SC.shape[1]):
+                    out_TNL[part] = self._sparse(q_TNH[part], rows_SC, chosen_TK[part])
         return out_TNL
 
     def _dense(self, q_QNC: torch.Tensor, rows_SC: torch.Tensor, visible_Q: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ C what they see of its context, E a bias's extent.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from engine.batch import ForwardBatch
@@ -27,6 +29,23 @@ def _slots(page_tables_BP: torch.Tensor, row: int, page_size: int, length: int) 
     return pages * page_size + positions % page_size
 
 
+class Row(NamedTuple):
+    """A row's queries [start, end) among a step's tokens, and the slots of its context, oldest first."""
+
+    start: int
+    end: int
+    slots_C: torch.Tensor
+
+
+def rows_of(batch: ForwardBatch, page_size: int, page_tables_BP: torch.Tensor | None = None) -> list[Row]:
+    """By the batch's page tables, or others of the same rows."""
+    tables_BP, rows, start = batch.page_tables_BP if page_tables_BP is None else page_tables_BP, [], 0
+    for row, (count, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        rows.append(Row(start, start + count, _slots(tables_BP, row, page_size, length)))
+        start += count
+    return rows
+
+
 class TorchReference:
     name = "torch_ref"
 
@@ -34,16 +53,14 @@ class TorchReference:
         self._spec = spec
         self._batch: ForwardBatch | None = None
         self._kv_pool: KVPool | None = None
-        self._slots: list[torch.Tensor] = []
-        self._window_slots: list[torch.Tensor] = []
+        self._rows: list[Row] = []
+        self._window_rows: list[Row] = []
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         self._batch, self._kv_pool = batch, kv_pool
-        self._slots = [context_slots(batch, row, kv_pool.page_size) for row in range(batch.num_rows)]
-        self._window_slots = self._slots
+        self._rows = self._window_rows = rows_of(batch, kv_pool.page_size)
         if batch.window is not None:
-            tables_BP, lengths = batch.window.page_tables_BP, batch.seq_lens
-            self._window_slots = [_slots(tables_BP, row, kv_pool.page_size, n) for row, n in enumerate(lengths)]
+            self._window_rows = rows_of(batch, kv_pool.page_size, batch.window.page_tables_BP)
 
     def run(
         self,
@@ -56,19 +73,16 @@ class TorchReference:
     ) -> torch.Tensor:
         batch, kv_pool = self._batch, self._kv_pool
         assert batch is not None and kv_pool is not None, "plan comes before run"
-        write_slots_T, slots, window = batch.write_slots_T, self._slots, self._spec.layers[layer].window
+        write_slots_T, rows, window = batch.write_slots_T, self._rows, self._spec.layers[layer].window
         if batch.window is not None and kv_pool.windowed(layer):
-            write_slots_T, slots = batch.window.write_slots_T, self._window_slots
+            write_slots_T, rows = batch.window.write_slots_T, self._window_rows
         kv_pool.write(layer, write_slots_T, pack(k_TKH, v_TKH))
         out_TNH = torch.empty_like(q_TNH)
-        start = 0
-        for row, count in enumerate(batch.query_lens):
-            end = start + count
-            seen = 0 if window is None else max(0, batch.seq_lens[row] - count - window + 1)
-            kv_C2KH = kv_pool.tokens(layer).index_select(0, slots[row][seen:])
+        for start, end, slots_C in rows:
+            seen = 0 if window is None else max(0, len(slots_C) - (end - start) - window + 1)
+            kv_C2KH = kv_pool.tokens(layer).index_select(0, slots_C[seen:])
             bias_QNE = None if bias_TNE is None else bias_TNE[start:end]
             out_TNH[start:end] = self._row(q_TNH[start:end], kv_C2KH, layer, sink_N, bias_QNE)
-            start = end
         return out_TNH
 
     def _row(

@@ -169,15 +169,14 @@ def measured(name: str, spec: ModelSpec, device: torch.device) -> list[Row]:
     expected += token_page["kv"] + token_page.get("window_kv", 0)
     out = [Row(case, "pages held", pool.bytes / MIB, "MiB", f"{expected / MIB:.3f}", pool.bytes == expected)]
     if states is not None:
-        held = sum(tensor.nbytes for tensor in states.pool.tensors)
+        rings = states.pool.rings
+        held = states.pool.bytes - (0 if rings is None else rings.bytes)
         slot = next(share.unit_bytes for share in plan.shares if share.name == "states")
         wanted = (plan.units("states") + 1) * slot
         out.append(Row(case, "states held", held / MIB, "MiB", f"{wanted / MIB:.3f}", held == wanted))
-        rings = states.pool.rings
         if rings is not None:
             wanted = next(share for share in plan.shares if share.name == "rings").bytes
-            layout = rings.layout
-            held = layout.num_bytes - layout.ring_bytes
+            held = rings.bytes - rings.layout.ring_bytes
             out.append(Row(case, "rings held", held / MIB, "MiB", f"{wanted / MIB:.3f}", held == wanted))
     if device.type == "cuda":
         draws = np.random.default_rng(0)

@@ -166,6 +166,7 @@ def build_parts(
     if drafter is not None:
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
     fused = isinstance(runner, FusedRunner)
+    stores = [each for each in (pool, draft_pool, state_pool) if each is not None]
     adapters = Adapters(config.adapters, model, dtype, device, cache, config.deterministic, fused)
     return Parts(
         config=config,
@@ -182,7 +183,7 @@ def build_parts(
         cache=cache,
         runner=runner,
         sampler=sampler,
-        memory=MemoryTags(arena, pool, cache, adapters, None if drafter is None else drafter.arena, draft_pool),
+        memory=MemoryTags(arena, stores, cache, adapters, None if drafter is None else drafter.arena),
         counters=counters,
         adapters=adapters,
         plan=plan,

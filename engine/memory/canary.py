@@ -142,7 +142,7 @@ def make_canary(
         assert isinstance(allocator, WatchedAllocator), f"{component.name}: a canary needs to know who could write"
         if component.until_copied:
             assert states is not None, "snapshots lie in a pool"
-            watches.append(Watch(component, allocator, lambda states=states: states.tensors, lambda: 0))
+            watches.append(Watch(component, allocator, *_states(states)))
         else:
             pools = [pool] if draft_pool is None or not component.every_boundary else [pool, draft_pool]
             watches.append(Watch(component, allocator, *_pages(pools, not component.every_boundary)))
@@ -156,6 +156,10 @@ def _pages(pools: list[KVPool], windowed: bool) -> tuple[Callable[[], list[torch
         return [pages for pool in pools for pages in pool.pages(windowed)]
 
     return storage, lambda: sum(pool.generation for pool in pools)
+
+
+def _states(pool: StatePool) -> tuple[Callable[[], list[torch.Tensor] | None], Callable[[], int]]:
+    return lambda: None if pool.released else pool.tensors, lambda: pool.generation
 
 
 def unit_sums(tensors: list[torch.Tensor], units: np.ndarray) -> np.ndarray:

@@ -9,12 +9,10 @@ Shapes: N pages, S tokens a page, K key/value heads, H head size.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
 from engine.errors import Paused
-from engine.memory.slab import aligned, make_slab, part
+from engine.memory.slab import SlabTensors
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
 
@@ -53,13 +51,11 @@ class KVPool:
         self._windowed += [False] * (len(rows) - len(self._windowed))
         pages = [window_pages if windowed else num_pages for windowed in self._windowed]
         shapes = [((count or 0) * page_size, *row) for count, row in zip(pages, rows, strict=True)]
-        self._layer_bytes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
-        starts = [0, *accumulate(aligned(count) for count in self._layer_bytes)]
-        self._slab = make_slab(starts[-1], self.device, "kv")
-        self._layers = [part(self._slab, *each, dtype) for each in zip(starts, shapes, strict=False)]
+        # Masked keys still meet a product with zero: what nobody wrote must not be NaN.
+        self._memory = SlabTensors([(shape, dtype) for shape in shapes], self.device, "kv")
+        self._layers = self._memory.tensors
         self.token_bytes = sum(torch.Size(row).numel() for row in rows) * dtype.itemsize
         """Bytes of one token over all layers."""
-        self._zero()
 
     def _rows(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """What a token is stored as: a row in each layer, and what else lives under its page ids."""
@@ -68,7 +64,7 @@ class KVPool:
     @property
     def bytes(self) -> int:
         """Bytes held now; 0 while released."""
-        return sum(self._layer_bytes) if self._slab.mapped else 0
+        return self._memory.bytes
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer's pages are those of windows."""
@@ -76,11 +72,11 @@ class KVPool:
 
     @property
     def released(self) -> bool:
-        return not self._slab.mapped
+        return self._memory.released
 
     def tokens(self, layer: int) -> torch.Tensor:
         """View [N * S, 2K, H] of a layer by write slot: K key heads, then K value heads."""
-        if not self._slab.mapped:
+        if self._memory.released:
             raise Paused("the key/value pool is released; resume memory first")
         return self._layers[layer]
 
@@ -123,20 +119,14 @@ class KVPool:
 
     def release(self) -> None:
         """Give the memory back. Idempotent; reading or writing raises `Paused` until `restore`."""
-        self._slab.unmap()
+        self._memory.release()
         self.generation += 1
 
     def restore(self) -> None:
         """Take memory again, empty, at the same addresses. Idempotent."""
-        if not self._slab.mapped:
-            self._slab.map()
-            self._zero()
+        if self.released:
+            self._memory.restore()
             self.generation += 1
-
-    def _zero(self) -> None:
-        """What nobody wrote must not be NaN: masked keys still meet a product with zero."""
-        if self.device.type != "cpu":  # a fresh mapping of host memory is zero, and stays unbacked until touched
-            self._slab.data_U.zero_()
 
 
 def pack(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.memory.slab import SlabTensors
 from engine.models.shape import ModelSpec
 
 
@@ -71,17 +72,33 @@ class ReplayRings:
 
     def __init__(self, layout: ReplayLayout, device: torch.device | str) -> None:
         self.layout = layout
-        shape, dtype = (layout.rings + 1, layout.tokens), layout.dtype
-        self._layers = {
-            index: torch.zeros((*shape, width), dtype=dtype, device=device) for index, width in layout.widths.items()
-        }
+        kinds = [((layout.rings + 1, layout.tokens, width), layout.dtype) for width in layout.widths.values()]
+        self._memory = SlabTensors(kinds, device, "rings")
+        self._layers = dict(zip(layout.widths, self._memory.tensors, strict=True))
         self._free = list(range(layout.rings, 0, -1))
         self._spans: dict[int, _Span] = {}
 
     @property
-    def num_bytes(self) -> int:
-        """What is allocated."""
-        return sum(inputs_RCI.nbytes for inputs_RCI in self._layers.values())
+    def bytes(self) -> int:
+        """Bytes held now; 0 while released."""
+        return self._memory.bytes
+
+    @property
+    def released(self) -> bool:
+        return self._memory.released
+
+    def release(self) -> None:
+        """Give the memory back, when no state waits for tokens. Idempotent."""
+        assert not self._spans, f"states in slots {list(self._spans)} wait for tokens"
+        self._memory.release()
+
+    def restore(self) -> None:
+        """Take memory again, zeros, at the same addresses. Idempotent."""
+        self._memory.restore()
+
+    def fill(self, value: float) -> None:
+        for inputs_RCI in self._memory.tensors:
+            inputs_RCI.fill_(value)
 
     def layer(self, index: int) -> torch.Tensor:
         return self._layers[index]

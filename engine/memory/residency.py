@@ -3,20 +3,20 @@
 Owns which tags are resident and the moves between. Ignores who asks and whether the engine is
 idle.
 
-Weights, keys and adapters come back at the addresses they had, so that captured graphs outlive them; graphs
+Weights, keys, states and adapters come back at the addresses they had, so that captured graphs outlive them; graphs
 themselves are dropped and captured anew when first needed. Adapters are copied from the host again when
 somebody needs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.errors import InvalidRequest
-from engine.memory.kv_pool import KVPool
 from engine.weights.arena import WeightArena
 
 TAGS = ("weights", "kv", "graphs", "adapters")
@@ -47,27 +47,42 @@ class AdapterMemory(Protocol):
     def restore(self) -> None: ...
 
 
+class CacheMemory(Protocol):
+    """What pages or slots of the prefix cache lie in."""
+
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now; 0 while released."""
+        ...
+
+    def release(self) -> None: ...
+
+    def restore(self) -> None:
+        """Empty, at the same addresses. Idempotent."""
+        ...
+
+
 class MemoryTags:
-    """`missing` names what must come back before the engine may serve: released tags, and
-    "weights" for as long as discarded ones have not been replaced by an update. Whoever
-    captures `graphs` joins their owners. A drafter's weights and states come and go with the
-    target's, but its weights are always kept: updates bring the policy's alone."""
+    """`pools` are all that "kv" stands for: a drafter's keys and recurrent states too. `missing` names what must
+    come back before the engine may serve: released tags, and "weights" for as long as discarded ones have not been
+    replaced by an update. Whoever captures `graphs` joins their owners. A drafter's weights come and go with the
+    target's, but are always kept: updates bring the policy's alone."""
 
     def __init__(
         self,
         arena: WeightArena,
-        pool: KVPool,
+        pools: Sequence[CacheMemory],
         cache: PrefixCache,
         adapters: AdapterMemory,
         draft_arena: WeightArena | None = None,
-        draft_pool: KVPool | None = None,
     ) -> None:
         self._arena = arena
-        self._pool = pool
+        self._pools = pools
         self._cache = cache
         self._adapters = adapters
         self._draft_arena = draft_arena
-        self._pools = [pool] if draft_pool is None else [pool, draft_pool]
         self.graphs: list[GraphOwner] = []
         self._released: set[str] = set()
         self._unfilled = False
@@ -100,7 +115,7 @@ class MemoryTags:
             if tag not in self._released:
                 self._release(tag, keep_weights=level == "offload")
                 self._released.add(tag)
-        if self._pool.device.type == "cuda":
+        if any(pool.device.type == "cuda" for pool in self._pools):
             torch.cuda.empty_cache()
         return before, self.bytes()
 

@@ -12,6 +12,8 @@ Shapes: U bytes.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -80,3 +82,42 @@ def part(slab: Slab, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
     assert start % ALIGNMENT == 0, f"a part at byte {start} is not aligned to {ALIGNMENT}"
     count = dtype.itemsize * torch.Size(shape).numel()
     return slab.data_U[start : start + count].view(dtype).view(shape)
+
+
+class SlabTensors:
+    """Tensors in a slab of their own: zero at first, and whenever their memory has come back."""
+
+    def __init__(
+        self, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str, what: str
+    ) -> None:
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
+        starts = [0, *accumulate(map(aligned, sizes))]
+        self.device = torch.device(device)
+        self._bytes = sum(sizes)
+        self._slab = make_slab(starts[-1], self.device, what)
+        self.tensors = [part(self._slab, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
+        """The same ones for life."""
+        self._zero()
+
+    @property
+    def released(self) -> bool:
+        return not self._slab.mapped
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now; 0 while released."""
+        return 0 if self.released else self._bytes
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._slab.unmap()
+
+    def restore(self) -> None:
+        """Take memory again, at the same addresses. Idempotent."""
+        if self.released:
+            self._slab.map()
+            self._zero()
+
+    def _zero(self) -> None:
+        if self.device.type != "cpu":  # a fresh mapping of host memory is zero, and stays unbacked until touched
+            self._slab.data_U.zero_()

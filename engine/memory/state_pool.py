@@ -3,7 +3,7 @@
 Owns the tensors, copies between slots, and the newest state of each running row on the grid of pages and
 chunks: the one a prefix cache can use, which cannot be made from a later one. What a slot holds is the layout's
 (`ModelSpec.state_layout`). Ignores who holds which slot: slot 0 is scratch
-that padding may write and nobody owns.
+that padding may write and nobody owns. Rings, where there are any, come and go with the states.
 
 Shapes: S slots.
 """
@@ -14,7 +14,9 @@ import math
 
 import torch
 
+from engine.errors import Paused
 from engine.memory.replay_ring import ReplayRings
+from engine.memory.slab import SlabTensors
 from engine.models.mixers import StateLayout
 
 UNKNOWN = -1
@@ -22,22 +24,24 @@ UNKNOWN = -1
 
 class StatePool:
     """A slot with a `partner` (`pair`) is a running row's: whenever it stands on the grid, `track` copies it
-    there."""
+    there. All tensors are parts of one slab. `generation` rises whenever contents change other than by slots."""
 
     def __init__(self, layout: StateLayout, num_slots: int, page_size: int, device: torch.device | str) -> None:
         assert num_slots > 1, f"a pool of {num_slots} slots holds nothing"
         self.num_slots = num_slots
+        self.device = torch.device(device)
         self.layout = layout
         self.grid = math.lcm(page_size, layout.grid)
         """States are kept after multiples of this many tokens."""
-        self._layers = {
-            index: tuple(torch.zeros(num_slots, *each.shape, dtype=each.dtype, device=device) for each in layer)
-            for index, layer in layout.layers.items()
-        }
-        self.tensors = [tensor for layer in self._layers.values() for tensor in layer]
+        kinds = [((num_slots, *each.shape), each.dtype) for layer in layout.layers.values() for each in layer]
+        self._memory = SlabTensors(kinds, device, "states")
+        self.tensors = self._memory.tensors
         """All of them [S, ...]."""
+        left = iter(self.tensors)
+        self._layers = {index: tuple(next(left) for _ in layer) for index, layer in layout.layers.items()}
         self.rings: ReplayRings | None = None
         """Set where drafts are verified."""
+        self.generation = 0
         self._partner: dict[int, int] = {}
         self._pairing: dict[int, int] = {}
         self._pairings = 0
@@ -45,14 +49,52 @@ class StatePool:
 
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
         """Its tensors [S, ...], in the layout's order."""
+        self._require()
         return self._layers[index]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes held now, rings included; 0 while released."""
+        return self._memory.bytes + (0 if self.rings is None else self.rings.bytes)
+
+    @property
+    def released(self) -> bool:
+        return self._memory.released
+
+    def release(self) -> None:
+        """Give the memory back, when no slot is anybody's. Idempotent; using states raises `Paused` until
+        `restore`."""
+        assert not self._partner, f"states in slots {list(self._partner)} are in use"
+        if self.rings is not None:
+            self.rings.release()
+        self._memory.release()
+        self.generation += 1
+
+    def restore(self) -> None:
+        """Take memory again, zeros, at the same addresses. Idempotent."""
+        if self.rings is not None:
+            self.rings.restore()
+        if self.released:
+            self._memory.restore()
+            self.generation += 1
+
+    def fill(self, value: float) -> None:
+        """Set every element, scratch and rings included: tests poison what nobody has written."""
+        self._require()
+        for tensor in self.tensors:
+            tensor.fill_(value)
+        if self.rings is not None:
+            self.rings.fill(value)
+        self.generation += 1
+
     def copy(self, source: int, target: int) -> None:
+        self._require()
         for tensor in self.tensors:
             tensor[target].copy_(tensor[source])
 
     def clear(self, slot: int) -> None:
         """The state before the first token."""
+        self._require()
         for tensor in self.tensors:
             tensor[slot].zero_()
 
@@ -90,9 +132,12 @@ class StatePool:
         ]
         if not ending:
             return
-        device = self.tensors[0].device
-        sources = torch.tensor([slot for slot, _ in ending], device=device)
-        targets = torch.tensor([self._partner[slot] for slot, _ in ending], device=device)
+        sources = torch.tensor([slot for slot, _ in ending], device=self.device)
+        targets = torch.tensor([self._partner[slot] for slot, _ in ending], device=self.device)
         for tensor in self.tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self._tracked.update(ending)
+
+    def _require(self) -> None:
+        if self.released:
+            raise Paused("the states are released; resume memory first")

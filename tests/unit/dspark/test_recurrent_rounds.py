@@ -52,6 +52,32 @@ def test_whatever_a_row_asks_for(folder, kind, drafter, name, loop):
     assert engine.draft_counters()["draft_accepted"] > 0
 
 
+def test_states_and_rings_are_given_back_with_the_keys(folder, drafter):
+    """What the tree knew of them is gone, whatever lay there is nobody's, and tokens are as they were."""
+    engine = make_engine(folder, dspark=settings(drafter, "block"), page_size=PAGE)
+    memory, pages = engine._parts.memory, engine._parts.pages
+    pool, held = pages.states.pool, memory.bytes()
+    rings = pool.rings
+    places = [tensor.data_ptr() for tensor in (*pool.tensors, *map(rings.layer, rings.layout.widths))]
+    kv = sum(each.bytes for each in (pages.pool, pages.draft_pool))
+    layout = pool.layout
+    assert held["kv"] == kv + pool.num_slots * layout.slot_bytes + rings.layout.num_bytes
+    requests = [ask("g", prompt(21), n=2, max_new=16, temperature=1.0, seed=3)]
+    before = engine.generate(requests)
+    for _ in range(2):
+        assert engine.generate(requests)[0].hit.usable > 0
+        _, after = engine.release_memory(["kv"])
+        assert after["kv"] == pool.bytes == rings.bytes == 0
+        assert pages.states.allocator.num_free == pages.states.allocator.num_pages
+        assert engine.resume_memory(["kv"])[1] == held
+        assert [tensor.data_ptr() for tensor in (*pool.tensors, *map(rings.layer, rings.layout.widths))] == places
+        pool.fill(float("nan"))
+        again = engine.generate(requests)
+        assert again[0].hit.usable == 0
+        assert_alike(again, before, TOLERANCE)
+        engine.check()
+
+
 def test_a_stop_inside_a_round_leaves_the_state_of_the_last_whole_page(folder):
     """Wherever it falls, also before a page's end that the round went past."""
     oracle = Oracle(folder)

@@ -77,7 +77,7 @@ def test_random_scripts_leave_outputs_and_states_of_plain_steps(kind):
 def test_rings_are_lent_and_come_back():
     layout = ReplayLayout({1: 6, 3: 10}, torch.bfloat16, rings=2, tokens=4)
     rings = ReplayRings(layout, "cpu")
-    assert rings.num_bytes == layout.num_bytes == 3 * 4 * 16 * 2
+    assert rings.bytes == layout.num_bytes == 3 * 4 * 16 * 2
     assert {rings.open(9, 30, 4), rings.open(4, 7, 2)} == {1, 2} and rings.open(0, 5, 3) == 0
     with pytest.raises(AssertionError, match="waits"):
         rings.open(9, 31, 1)

@@ -162,7 +162,7 @@ def _unknown(kind: type, prefix: str, name: str) -> InvalidRequest:
     keys = list(_keys(kind))
     likeness = {key: difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() for key in keys}
     best = max(likeness.values())
-    near = sorted((key for key in keys if likeness[key] == best >= 0.75), key=lambda key: key.count("."))
+    near = sorted((key for key in keys if likeness[key] == best >= 0.7), key=lambda key: key.count("."))
     where = f"{prefix.rstrip('.')} has" if prefix else "there are"
     others = where + " " + ", ".join(sorted(key for key in keys if "." not in key))
     hint = f"did you mean {' or '.join(prefix + key for key in near[:3])}?" if near else others

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lora.packing import BUCKETS
+BUCKETS = (8, 16, 32, 64, 128, 256)
+"""Padded ranks. Kernels rely on multiples of the first."""
 
 
 @dataclass(frozen=True, slots=True)

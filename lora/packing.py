@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lora.config import BUCKETS
 from lora.errors import InvalidAdapter
 from lora.factors import AdapterWeights, Factors
 from lora.geometry import MAX_PARTS, Geometry, Kind, Split
 
-BUCKETS = (8, 16, 32, 64, 128, 256)
-"""Padded ranks. Kernels rely on multiples of the first."""
 ALIGNMENT = 64
 """Elements between the starts of factors: whole cache lines."""
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
 from recipes.tasks import Questions
 from trainer_bridge.environment import Action, Message, Observation, Outcome, Verifier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 ALPHABET = "0123456789+="
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -118,6 +119,10 @@ def demonstration(question: SumQuestion, config: SumsConfig, rng: random.Random)
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One id per character, `<bos>` in front; saved and loaded like any Hugging Face tokenizer."""
+    # Imported late: settings are shown and refused without them.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

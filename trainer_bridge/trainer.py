@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,54 +17,14 @@ from torch import Tensor, nn
 
 from engine.errors import InvalidRequest
 from trainer_bridge.batches import Batch, Denominators, micro_batches, pack, pad
+from trainer_bridge.config import LossConfig, OptimConfig
 from trainer_bridge.logprobs import entropies, model_logits, token_logprobs
-from trainer_bridge.losses.policy import LossConfig, derived_metrics, policy_loss
+from trainer_bridge.losses.policy import derived_metrics, policy_loss
 from trainer_bridge.losses.supervised import supervised_loss
 from trainer_bridge.master_weights import MasterWeights
 from trainer_bridge.offload import Offload
 from trainer_bridge.samples import TrainingSample
 from trainer_bridge.tally import Tally
-
-FLOOR = 0.1
-"""Share of the learning rate that a decay ends at."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimConfig:
-    """AdamW with a linear warm-up over `warmup_steps`, then a constant rate, or with `decay_steps` a
-    linear fall to a tenth at that optimiser step. `updates` optimiser steps are made of one train
-    step's samples, `max_tokens` bounds a micro-batch (padded) and `packed` puts several samples
-    into a row of `max_tokens`."""
-
-    learning_rate: float = 3e-4
-    warmup_steps: int = 5
-    decay_steps: int | None = None
-    betas: tuple[float, ...] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    clip_norm: float = 1.0
-    updates: int = 1
-    max_tokens: int = 16384
-    packed: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("updates", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(field=name, expected="at least 1", actual=getattr(self, name))
-        if self.learning_rate < 0:
-            raise InvalidRequest(field="learning_rate", expected="0 or more", actual=self.learning_rate)
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise InvalidRequest(
-                field="decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps
-            )
-
-    def rate(self, done: int) -> float:
-        """Share of `learning_rate` for the optimiser step after `done` of them."""
-        rising = min(1.0, (done + 1) / max(1, self.warmup_steps))
-        if self.decay_steps is None or done < self.warmup_steps:
-            return rising
-        past = (done - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        return max(FLOOR, 1.0 - (1.0 - FLOOR) * past)
 
 
 class PolicyTrainer:

@@ -14,7 +14,8 @@ import typer
 
 from engine.config import describe, load_config
 from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.config import PRESETS, GrpoConfig
+from recipes.grpo.config import PRESETS, ChatModel, GrpoConfig, RandomModel
+from rollout.model_catalog import check_model
 
 RECIPE = "recipe.json"
 
@@ -49,7 +50,8 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
             if show:
                 print("\n".join(describe(config)))
                 return
-            # Imported late: help and refusals need neither transformers nor Ray.
+            check_policy(config.model)
+            # Imported late: help and refusals need neither torch nor Ray.
             from transformers.utils import logging as transformers_logging
 
             from recipes.grpo.loop import run
@@ -89,6 +91,12 @@ def configuration(
     extra = [] if output is None else [f"output={json.dumps(str(output))}"]
     extra += [] if max_steps is None else [f"max_steps={max_steps}"]
     return load_config(GrpoConfig, overrides=[*overrides, *extra], base=presets[preset]())
+
+
+def check_policy(model: RandomModel | ChatModel, field: str = "model.name") -> None:
+    """Refuse a model that is not there before anything that takes time."""
+    if isinstance(model, ChatModel):
+        check_model(model.name, field=field)
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> tuple[str, list[str]]:

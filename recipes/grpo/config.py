@@ -11,10 +11,8 @@ from engine.errors import InvalidRequest
 from recipes.arithmetic import SumsConfig
 from recipes.digit_pairs import DigitPairsConfig
 from recipes.tracking import TrackingConfig
-from trainer_bridge.drafter.initial import DrafterShape
-from trainer_bridge.drafter.online_trainer import OnlineConfig
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import OptimConfig
+from trainer_bridge.config import LossConfig, OptimConfig
+from trainer_bridge.drafter.config import DrafterShape, OnlineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from recipes.grpo.config import GrpoConfig
 from recipes.grpo.policy import Policy
 from recipes.grpo.serving import ColocatedServing, Serving
 from recipes.tokenizers import mask_token
+from trainer_bridge.drafter.config import DrafterShape
 from trainer_bridge.drafter.export import DrafterCard, export_drafter
-from trainer_bridge.drafter.initial import DrafterShape, drafter_config, initialise
+from trainer_bridge.drafter.initial import drafter_config, initialise
 from trainer_bridge.drafter.online_trainer import OnlineTrainer
 
 BEGINNING = "initial_drafter"

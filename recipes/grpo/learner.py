@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from recipes.grpo.rollouts import Rollout
 from trainer_bridge.advantages import add_overlong_penalties, assign_advantages, split_zero_variance
-from trainer_bridge.losses import LossConfig
+from trainer_bridge.config import LossConfig
 from trainer_bridge.staleness import StalenessFilter
 from trainer_bridge.trainer import PolicyTrainer
 

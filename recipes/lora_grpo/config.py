@@ -10,8 +10,7 @@ from lora.config import AdapterConfig as ServedAdapters
 from recipes.arithmetic import SumsConfig
 from recipes.grpo.config import AdapterConfig, GrpoConfig, RandomModel, RolloutConfig, WarmupConfig
 from recipes.grpo.config import smollm2 as whole_smollm2
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import OptimConfig
+from trainer_bridge.config import LossConfig, OptimConfig
 
 
 def tiny() -> GrpoConfig:

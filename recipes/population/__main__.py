@@ -11,7 +11,7 @@ import typer
 
 from engine.config import describe, load_config
 from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.__main__ import quiet
+from recipes.grpo.__main__ import check_policy, quiet
 from recipes.population.config import PRESETS, PopulationConfig
 
 
@@ -27,7 +27,8 @@ def main(
         if show:
             print("\n".join(describe(config)))
             return
-        # Imported late: help and refusals need neither transformers nor Ray.
+        check_policy(config.model)
+        # Imported late: help and refusals need neither torch nor Ray.
         from transformers.utils import logging as transformers_logging
 
         from recipes.population.loop import run

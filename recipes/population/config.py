@@ -12,8 +12,7 @@ from recipes.grpo.config import AdapterConfig, ChatModel, RandomModel, RolloutCo
 from recipes.lora_grpo.config import smollm2 as lora_smollm2
 from recipes.lora_grpo.config import tiny as lora_tiny
 from recipes.tracking import TrackingConfig
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import OptimConfig
+from trainer_bridge.config import LossConfig, OptimConfig
 
 
 @dataclass(frozen=True, slots=True)

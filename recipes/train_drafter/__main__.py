@@ -12,7 +12,9 @@ import typer
 
 from engine.config import describe, load_config
 from engine.errors import InvalidRequest, SparkrollError
+from recipes.grpo.config import ChatModel
 from recipes.train_drafter.config import PRESETS, TrainDrafterConfig
+from rollout.model_catalog import check_model
 
 
 def main(
@@ -30,7 +32,9 @@ def main(
         if show:
             print("\n".join(describe(config)))
             return
-        # Imported late: answering --help needs no torch.
+        if isinstance(config.target, ChatModel):
+            check_model(config.target.name, field="target.name")
+        # Imported late: help and refusals need no torch.
         from transformers.utils import logging as transformers_logging
 
         from recipes.grpo.progress import Display

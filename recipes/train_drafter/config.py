@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.dspark.scaling import Rule
+from engine.dspark.config import Rule
 from engine.errors import InvalidRequest
 from recipes.arithmetic import SumsConfig
 from recipes.grpo.config import ChatModel, RandomModel, WarmupConfig
 from recipes.tracking import TrackingConfig
-from trainer_bridge.drafter.initial import DrafterShape
-from trainer_bridge.drafter.objective import DraftLossConfig
-from trainer_bridge.drafter.responses import SamplingConfig
-from trainer_bridge.drafter.trainer import DraftOptimConfig, Trained
-from trainer_bridge.trainer import OptimConfig
+from trainer_bridge.config import OptimConfig
+from trainer_bridge.drafter.config import DrafterShape, DraftLossConfig, DraftOptimConfig, SamplingConfig, Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +115,21 @@ class TrainDrafterConfig:
             raise InvalidRequest(
                 field="prompts.sources", expected="sums for a target that is taught them", actual=self.prompts.sources
             )
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateConfig:
+    """`target` is a model of the catalogue or a folder. `prompts.held_out` conversations of each source are
+    played. With `require_digest` a drafter made for other weights is refused."""
+
+    target: str = "smollm2-135m"
+    seed: int = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    require_digest: bool = False
+    prompts: PromptConfig = PromptConfig(training=1)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
 
 def tiny() -> TrainDrafterConfig:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from rollout.cli import app
+from rollout.model_catalog import PRESETS
 from tests.unit.text.tiny_tokenizers import byte_level, codec_of
 
 
@@ -36,8 +37,14 @@ def test_refusals_are_one_line_and_exit_code_one(fleet3) -> None:
     assert nobody.exit_code == 1 and "UNREACHABLE" in nobody.stderr and "127.0.0.1:9" in nobody.stderr
     unknown = run("serve", "--set", "engine.nonsense=1")
     assert unknown.exit_code == 1 and "engine.nonsense" in unknown.stderr
-    missing = run("generate", "x", "--model", "no-such-model")
-    assert missing.exit_code == 1 and "NOT_FOUND" in missing.stderr
+    for command in (["generate", "x"], ["serve"]):
+        missing = run(*command, "--model", "no-such-model")
+        assert missing.exit_code == 1 and missing.stderr.startswith("NOT_FOUND") and "smollm2-135m" in missing.stderr
+
+
+def test_models_that_have_names_are_listed() -> None:
+    listed = run("models").stdout
+    assert all(name in listed for name in PRESETS) and "LlamaForCausalLM" in listed
 
 
 def test_generation_in_this_process(t_full, tmp_path) -> None:

@@ -6,7 +6,6 @@ Owns the choice of a shape for a target and the first weights. Ignores training.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,9 @@ from engine.dspark.block_spec import drafter_spec_from_config
 from engine.errors import InvalidRequest
 from engine.models.decoder import DenseDecoderLM
 from engine.models.spec import ModelSpec
+from trainer_bridge.drafter.config import DrafterShape
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """`layers` decoder layers of `family`; heads and inner width are the target's where not given. `captured`
-    target layers, evenly spaced where `target_layers` does not name them. `markov_rank` 0 makes a
-    drafter without a sequential head (DFlash). `context` bounds the positions it drafts at."""
-
-    family: str = "Qwen3DSparkModel"
-    layers: int = 2
-    block: int = 7
-    captured: int = 5
-    target_layers: tuple[int, ...] = ()
-    intermediate: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    context: int | None = None
-    markov_rank: int = 256
-    markov_head: str = "vanilla"
-    confidence: bool = True
-    confidence_reads_markov: bool = True
-    draft_ids: tuple[int, ...] = ()
 
 
 def spaced_layers(num_layers: int, count: int) -> tuple[int, ...]:

@@ -21,8 +21,6 @@ Shapes: A blocks, G drafts, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,45 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InvalidRequest
 from trainer_bridge.drafter.blocks import Blocks
+from trainer_bridge.drafter.config import DraftLossConfig
 
 
-@dataclass(frozen=True, slots=True)
-class DraftLossConfig:
-    """The published weights. `decay` None weighs all positions alike. `temperature` is that of both p and
-    q: drafters for rollouts at another one are trained at it.
-
-    `detach_confidence` keeps the gradient of the confidence term to the confidence head: switching that
-    head on then changes nothing else, bit for bit. Off by default, as published: the gradient flows
-    into backbone and Markov table. The target c* never carries a gradient.
-    """
-
-    ce: float = 0.1
-    l1: float = 0.9
-    confidence: float = 1.0
-    decay: float | None = 4.0
-    temperature: float = 1.0
-    detach_confidence: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("ce", "l1", "confidence"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise InvalidRequest(field=f"loss.{name}", expected="0 or more", actual=getattr(self, name))
-        if self.ce == self.l1 == self.confidence == 0.0:
-            raise InvalidRequest(field="loss", expected="a term with a weight", actual=self)
-        for name in ("decay", "temperature"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidRequest(field=f"loss.{name}", expected="more than 0", actual=value)
-
-    @property
-    def needs_states(self) -> bool:
-        """Whether the target's final states must be there: cross-entropy alone learns from tokens."""
-        return self.l1 > 0 or self.confidence > 0
-
-    def weights(self, drafts: int, device: torch.device | str = "cpu") -> Tensor:
-        """w_k, float32 [G]."""
-        places = torch.arange(drafts, dtype=torch.float32, device=device)
-        return torch.ones_like(places) if self.decay is None else torch.exp(-places / self.decay)
+def draft_weights(config: DraftLossConfig, drafts: int, device: torch.device | str = "cpu") -> Tensor:
+    """w_k, float32 [G]."""
+    places = torch.arange(drafts, dtype=torch.float32, device=device)
+    return torch.ones_like(places) if config.decay is None else torch.exp(-places / config.decay)
 
 
 class DraftSums:
@@ -124,7 +90,7 @@ def draft_loss(
 ) -> Tensor:
     """This part's share of L with W = `divisor`; adds to `sums`."""
     hidden_AGD = blocks.hidden(model, ends)
-    weights_G = config.weights(hidden_AGD.shape[1], hidden_AGD.device)
+    weights_G = draft_weights(config, hidden_AGD.shape[1], hidden_AGD.device)
     total = hidden_AGD.new_zeros((), dtype=torch.float32)
     for start in range(0, len(blocks), chunk):
         part = slice(start, start + chunk)

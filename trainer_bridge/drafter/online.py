@@ -19,26 +19,11 @@ import numpy as np
 
 from engine.errors import InvalidRequest
 from trainer_bridge.drafter.anchors import eligible
+from trainer_bridge.drafter.config import DriftConfig
 from trainer_bridge.drafter.features import FeatureExample
 
 Response = Literal["none", "refit", "train", "disable"]
 LADDER: tuple[Response, ...] = ("refit", "train", "disable")
-
-
-@dataclass(frozen=True, slots=True)
-class DriftConfig:
-    """A sum of (predicted - accepted - `slack`) drafts a round that reaches `threshold` is drift. Each rung but
-    the last is tried `attempts` times; `calm` rounds without drift go one rung down."""
-
-    slack: float = 0.1
-    threshold: float = 20.0
-    attempts: int = 2
-    calm: int = 2000
-
-    def __post_init__(self) -> None:
-        for name in ("slack", "threshold", "attempts", "calm"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest(field=f"drift.{name}", expected="more than 0", actual=getattr(self, name))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ version and updates of its own.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,39 +16,14 @@ import numpy as np
 from engine.build import Parts
 from engine.dspark.block_model import BlockDrafterModel, shared_ends
 from engine.engine import Engine
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import Unsupported
+from trainer_bridge.drafter.config import OnlineConfig
 from trainer_bridge.drafter.export import published_tensors, resume_checkpoint, save_checkpoint
-from trainer_bridge.drafter.objective import DraftLossConfig
-from trainer_bridge.drafter.online import DriftConfig, DriftLadder, ReplayBuffer, Response
+from trainer_bridge.drafter.online import DriftLadder, ReplayBuffer, Response
 from trainer_bridge.drafter.recorder import RolloutRecorder
-from trainer_bridge.drafter.trainer import DrafterTrainer, DraftOptimConfig
+from trainer_bridge.drafter.trainer import DrafterTrainer
 from trainer_bridge.publisher import Publisher
 from trainer_bridge.transports.in_process import InProcessControl, InProcessTransport
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineConfig:
-    """Every response "train" takes `steps` train_steps of `batch` examples from a buffer of `replay_mib`, of which
-    every `keep_every`-th sample is put in; every `every` rollouts it is taken anyway (0: on drift alone).
-    Drafting that drift has stopped is tried again, with a drafter trained anew, after `retry_after` rollouts.
-    The rate rises over `optim.warmup` of `optim.steps` once, over all of a run's train_steps."""
-
-    steps: int = 20
-    batch: int = 32
-    every: int = 1
-    keep_every: int = 1
-    replay_mib: int = 1024
-    retry_after: int = 4
-    drift: DriftConfig = DriftConfig()
-    loss: DraftLossConfig = DraftLossConfig()
-    optim: DraftOptimConfig = DraftOptimConfig(steps=100_000, warmup=0.0005, anchors=64)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "keep_every", "replay_mib", "retry_after"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(field=f"online.{name}", expected="at least 1", actual=getattr(self, name))
-        if self.every < 0:
-            raise InvalidRequest(field="online.every", expected="0 or more", actual=self.every)
 
 
 class OnlineTrainer:

@@ -16,27 +16,10 @@ import numpy as np
 from engine import Engine
 from engine.errors import InvalidRequest
 from engine.types import GroupOutput, GroupRequest, SamplingParams
+from trainer_bridge.drafter.config import SamplingConfig
 from trainer_bridge.drafter.examples import DraftExample, ExampleLog, from_sample
 from trainer_bridge.environment import Action, Message, Observation, Outcome, TextCodec
 from trainer_bridge.episodes import Turn, play
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """How the target answers; the defaults are those published for Qwen3. Train at the temperature you serve
-    at: a drafter learns the distribution it has seen. `samples` answers to each conversation."""
-
-    temperature: float = 0.7
-    top_p: float = 0.8
-    top_k: int = 20
-    max_new: int = 4096
-    samples: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_new", "samples"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(field=f"sampling.{name}", expected="at least 1", actual=getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,48 +23,10 @@ from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InternalError, InvalidRequest
 from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
 from trainer_bridge.drafter.blocks import make_blocks, micro_batches
+from trainer_bridge.drafter.config import DraftLossConfig, DraftOptimConfig, Trained
 from trainer_bridge.drafter.features import FeatureExample
-from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums, check_terms, draft_loss
+from trainer_bridge.drafter.objective import DraftSums, check_terms, draft_loss, draft_weights
 from trainer_bridge.master_weights import MasterWeights
-
-Trained = Literal["all", "confidence"]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOptimConfig:
-    """AdamW, a linear warm-up over the share `warmup` of `steps`, then a cosine to 0; the published values
-    but for `betas`, which were not. `anchors` blocks an example at most. `max_slots` bounds block slots
-    plus context tokens of a micro-batch, `chunk` the blocks whose logits exist at once. `max_skipped`
-    steps in a row without a finite gradient end the run."""
-
-    steps: int = 24_000
-    learning_rate: float = 6e-4
-    warmup: float = 0.04
-    betas: tuple[float, ...] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-    clip_norm: float = 1.0
-    anchors: int = 512
-    max_slots: int = 8192
-    chunk: int = 128
-    max_skipped: int = 10
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "anchors", "max_slots", "chunk", "max_skipped"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(field=f"optim.{name}", expected="at least 1", actual=getattr(self, name))
-        if not self.learning_rate >= 0:
-            raise InvalidRequest(field="optim.learning_rate", expected="0 or more", actual=self.learning_rate)
-        if not 0.0 <= self.warmup < 1.0:
-            raise InvalidRequest(field="optim.warmup", expected="a share below 1", actual=self.warmup)
-
-    def rate(self, done: int) -> float:
-        """Share of `learning_rate` for the step after `done` of them."""
-        rising = self.warmup * self.steps
-        if done < rising:
-            return (done + 1) / (rising + 1)
-        past = (done - rising) / max(1.0, self.steps - rising)
-        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, past)))
 
 
 class DrafterTrainer:
@@ -163,7 +124,7 @@ class DrafterTrainer:
         return chosen
 
     def _divisor(self, chosen: list[tuple[FeatureExample, np.ndarray]]) -> float:
-        weights_G = self.loss.weights(self.model.spec.num_drafts).double().numpy()
+        weights_G = draft_weights(self.loss, self.model.spec.num_drafts).double().numpy()
         drafts = self.model.spec.num_drafts
         own = sum((counted(item.example.mask, a, drafts) * weights_G).sum() for item, a in chosen)
         total = torch.tensor(float(own), dtype=torch.float64, device=self._device)

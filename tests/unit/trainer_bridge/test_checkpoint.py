@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from engine.errors import InvalidRequest
 from recipes.arithmetic import make_tokenizer
 from trainer_bridge.checkpoint import latest_checkpoint, load_policy, save_checkpoint, save_policy
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import OptimConfig, PolicyTrainer
+from trainer_bridge.config import LossConfig, OptimConfig
+from trainer_bridge.trainer import PolicyTrainer
 
 CONFIG = OptimConfig(learning_rate=1e-2, warmup_steps=3, decay_steps=8)
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from engine.errors import InvalidRequest
 from trainer_bridge.advantages import assign_advantages
 from trainer_bridge.batches import Denominators, micro_batches, pack, pad
+from trainer_bridge.config import FLOOR, LossConfig, OptimConfig
 from trainer_bridge.logprobs import entropies, model_logits, token_logprobs
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import FLOOR, OptimConfig, PolicyTrainer
+from trainer_bridge.trainer import PolicyTrainer
 
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:

@@ -10,7 +10,8 @@ import torch
 
 from engine.errors import InvalidRequest
 from trainer_bridge.batches import Denominators, pad
-from trainer_bridge.losses import LossConfig, policy_loss, supervised_loss
+from trainer_bridge.config import LossConfig
+from trainer_bridge.losses import policy_loss, supervised_loss
 from trainer_bridge.losses.policy import derived_metrics
 from trainer_bridge.tally import Tally
 

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer_bridge.agreement import cached_logprobs, measure_agreement
-from trainer_bridge.losses import LossConfig
-from trainer_bridge.trainer import OptimConfig, PolicyTrainer
+from trainer_bridge.config import LossConfig, OptimConfig
+from trainer_bridge.trainer import PolicyTrainer
 
 
 def trainer(dtype: torch.dtype, rate: float = 1e-5) -> PolicyTrainer:

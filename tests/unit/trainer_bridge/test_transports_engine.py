@@ -14,9 +14,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import Conflict, InvalidRequest
 from engine.types import GroupRequest, SamplingParams
+from trainer_bridge.config import OptimConfig
 from trainer_bridge.publisher import Publisher
 from trainer_bridge.samples import Episode
-from trainer_bridge.trainer import OptimConfig, PolicyTrainer
+from trainer_bridge.trainer import PolicyTrainer
 from trainer_bridge.transports import BodyTransport, DiskTransport, InProcessControl, InProcessTransport, Transport
 
 TRANSPORTS: dict[str, Callable[[Path], Transport]] = {

@@ -25,6 +25,7 @@ from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
 from tests.unit.trainer_bridge.drafter.worlds import MASK, SHAPE, example
 from trainer_bridge.drafter.blocks import make_blocks
 from trainer_bridge.drafter.calibration import calibrate, draw_reliability
+from trainer_bridge.drafter.config import DraftLossConfig
 from trainer_bridge.drafter.evaluation import (
     repetition_rate,
     report_of_rounds,
@@ -33,7 +34,7 @@ from trainer_bridge.drafter.evaluation import (
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.export import DrafterCard, export_drafter, scaling_file
 from trainer_bridge.drafter.initial import drafter_config
-from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums, draft_loss
+from trainer_bridge.drafter.objective import DraftSums, draft_loss
 from trainer_bridge.drafter.rounds import FullWindowRounds, RoundLog
 
 PAGE = 4

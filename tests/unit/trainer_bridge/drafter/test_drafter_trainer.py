@@ -11,9 +11,10 @@ from engine.dspark.block_model import BlockDrafterModel
 from engine.errors import InternalError, InvalidRequest
 from tests.unit.trainer_bridge.drafter.ranks import run_ranks
 from tests.unit.trainer_bridge.drafter.worlds import make_trainer
+from trainer_bridge.drafter.config import DraftLossConfig, DraftOptimConfig
 from trainer_bridge.drafter.features import FeatureExample
-from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums
-from trainer_bridge.drafter.trainer import DrafterTrainer, DraftOptimConfig
+from trainer_bridge.drafter.objective import DraftSums
+from trainer_bridge.drafter.trainer import DrafterTrainer
 
 
 def weights(trainer):

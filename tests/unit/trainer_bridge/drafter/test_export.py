@@ -10,6 +10,7 @@ from engine.errors import InternalError, InvalidRequest
 from engine.models.spec import read_spec
 from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
 from tests.unit.trainer_bridge.drafter.worlds import MASK, SHAPE, make_trainer
+from trainer_bridge.drafter.config import DrafterShape
 from trainer_bridge.drafter.export import (
     DrafterCard,
     export_drafter,
@@ -19,7 +20,7 @@ from trainer_bridge.drafter.export import (
     save_checkpoint,
     scaling_file,
 )
-from trainer_bridge.drafter.initial import DrafterShape, drafter_config, spaced_layers
+from trainer_bridge.drafter.initial import drafter_config, spaced_layers
 
 CARD = DrafterCard("toy", "a toy", "abc", ["6 random sequences"], ["loss: as published"])
 SCALING = StoredScaling(

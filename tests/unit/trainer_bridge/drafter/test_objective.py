@@ -10,9 +10,9 @@ from engine.errors import InvalidRequest
 from tests.unit.trainer_bridge.drafter.worlds import SHAPE, example
 from trainer_bridge.drafter.anchors import eligible
 from trainer_bridge.drafter.blocks import check_features, make_blocks, micro_batches
+from trainer_bridge.drafter.config import DrafterShape, DraftLossConfig
 from trainer_bridge.drafter.features import FeatureExample
-from trainer_bridge.drafter.initial import DrafterShape
-from trainer_bridge.drafter.objective import DraftLossConfig, DraftSums, check_terms, draft_loss
+from trainer_bridge.drafter.objective import DraftSums, check_terms, draft_loss
 
 NARROW = DrafterShape(**{**{n: getattr(SHAPE, n) for n in SHAPE.__slots__}, "draft_ids": tuple(range(0, 512, 8))})
 

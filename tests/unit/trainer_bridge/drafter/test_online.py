@@ -6,8 +6,9 @@ import torch
 
 from engine.errors import InvalidRequest
 from tests.unit.trainer_bridge.drafter.worlds import example
+from trainer_bridge.drafter.config import DriftConfig
 from trainer_bridge.drafter.features import FeatureExample
-from trainer_bridge.drafter.online import Cusum, DriftConfig, DriftLadder, ReplayBuffer
+from trainer_bridge.drafter.online import Cusum, DriftLadder, ReplayBuffer
 
 
 def test_chance_is_no_drift_and_a_shift_is_found_soon():

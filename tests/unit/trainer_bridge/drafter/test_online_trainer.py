@@ -9,11 +9,10 @@ from engine.engine import Engine
 from engine.errors import Unsupported
 from tests.support import ask, make_config, make_engine, prompt
 from tests.unit.dspark.served import dspark, save_random
+from trainer_bridge.drafter.config import DraftOptimConfig, DriftConfig, OnlineConfig
 from trainer_bridge.drafter.features import FeatureScorer
-from trainer_bridge.drafter.online import DriftConfig
-from trainer_bridge.drafter.online_trainer import OnlineConfig, OnlineTrainer
+from trainer_bridge.drafter.online_trainer import OnlineTrainer
 from trainer_bridge.drafter.recorder import RolloutRecorder
-from trainer_bridge.drafter.trainer import DraftOptimConfig
 
 OPTIM = DraftOptimConfig(steps=1000, warmup=0.0, learning_rate=5e-3, anchors=8)
 

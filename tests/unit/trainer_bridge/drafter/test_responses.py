@@ -8,8 +8,9 @@ import pytest
 from engine import Engine
 from engine.errors import InvalidRequest
 from tests.unit.trainer_bridge.drafter.worlds import parts_of
+from trainer_bridge.drafter.config import SamplingConfig
 from trainer_bridge.drafter.examples import ExampleLog, keep_supervised, read_examples, stretches
-from trainer_bridge.drafter.responses import Dialogue, Responder, SamplingConfig, regenerate
+from trainer_bridge.drafter.responses import Dialogue, Responder, regenerate
 from trainer_bridge.environment import Message
 
 END = 7

@@ -13,11 +13,11 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds, shared_ends
 from engine.dspark.block_spec import drafter_spec_from_config
 from engine.models.spec import read_spec
+from trainer_bridge.drafter.config import DrafterShape, DraftLossConfig, DraftOptimConfig
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample, FeatureScorer
-from trainer_bridge.drafter.initial import DrafterShape, drafter_config, initialise
-from trainer_bridge.drafter.objective import DraftLossConfig
-from trainer_bridge.drafter.trainer import DrafterTrainer, DraftOptimConfig
+from trainer_bridge.drafter.initial import drafter_config, initialise
+from trainer_bridge.drafter.trainer import DrafterTrainer
 
 VOCAB = 512
 MASK = VOCAB - 1

@@ -188,10 +188,9 @@ class TritonAttention:
     # The graph form of prefill, and of rounds of speculation.
 
     def prefills_in_one_piece(self, batch: ForwardBatch, kv_pool: KVPool) -> bool:
-        """Whether a batch without decode rows runs as `run_prefill` with fixed buffers does."""
-        if self._prefill_part is not None or self._verify_prefixes_of(batch, kv_pool):
-            return False
-        return self._prefills.one_piece(batch, kv_pool)
+        """Whether a batch without decode rows runs as `run_prefill` with fixed buffers does. It does where rows
+        share prefixes: reading them again costs less than launches one by one."""
+        return self._prefill_part is None and self._prefills.one_piece(batch, kv_pool)
 
     def plan_prefill_buffers(self, max_tokens: int, max_rows: int, max_pages: int, kv_pool: KVPool) -> PrefillPlan:
         """Fixed buffers for up to `max_tokens` tokens of up to `max_rows` rows, all of them padding."""

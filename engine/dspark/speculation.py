@@ -160,7 +160,7 @@ class Speculation:
 
     def _plan(self, samples: list[Sample], most: list[int]) -> tuple[DraftStep, list[int]]:
         """The step without drafts, but with its budget, and the most drafts of each of its rows. Where their
-        number is chosen by row, those that make most of them come first."""
+        number is chosen by row, those that make any come first, samples of a prompt side by side."""
         rows, total = len(samples), sum(most)
         context_B = np.array([sample.length for sample in samples], dtype=np.float64)
         keys = [_key(sample) for sample in samples]
@@ -185,7 +185,7 @@ class Speculation:
         if self.by_request and choice.drafting:
             made_B = drafted(outlook, choice.slots)
             share = int(made_B.sum()) / (rows * self.max_drafts)
-            order = np.argsort(-made_B, kind="stable").tolist()
+            order = np.argsort(made_B == 0, kind="stable").tolist()
             samples, keys, most = [samples[b] for b in order], [keys[b] for b in order], made_B[order].tolist()
         step = DraftStep(
             samples=samples,

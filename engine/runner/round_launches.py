@@ -16,6 +16,7 @@ import torch
 
 from engine.adapters import Adapters
 from engine.attention.triton import TritonAttention
+from engine.batch import SharedPrefix
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.drafter import Committed
 from engine.dspark.speculation import Speculation
@@ -137,7 +138,8 @@ class RoundScratch:
 
 class RoundLaunches:
     """Calling it enqueues one round; `record_BF` then tells of it. `draft_tokens` are those of packed blocks, 0
-    where blocks are whole. `adapters` add to the target's products alone: the drafter is everybody's."""
+    where blocks are whole. `adapters` add to the target's products alone: the drafter is everybody's. Where
+    rows are `shared`, `share` says what they have in common."""
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class RoundLaunches:
         scratch: RoundScratch,
         draft_tokens: int = 0,
         adapters: KernelStep | None = None,
+        shared: bool = False,
     ) -> None:
         device, rows = parts.pool.device, inputs.rows
 
@@ -183,12 +186,17 @@ class RoundLaunches:
         if modes.rule == "rejection":
             assert scratch.residual_BV is not None
             self._judge = JudgeBuffers.empty(rows, verify, empty_columns(rows, device), scratch.residual_BV)
-        self._plan = parts.backend.plan_round_buffers(
-            inputs.page_tables_BP, self._verify.seq_lens_B, self._verify.starts_B1, 1 + parts.drafts, parts.pool
-        )
+        places = inputs.page_tables_BP, self._verify.seq_lens_B, self._verify.starts_B1
+        ends_R = self._verify.ends_R if shared else None
+        self._plan = parts.backend.plan_round_buffers(*places, 1 + parts.drafts, parts.pool, ends_R=ends_R)
         self._out_RNH = torch.zeros(
             verify, parts.backend.num_heads, parts.spec.head_dim, dtype=parts.pool.dtype, device=device
         )
+
+    def share(self, prefixes: list[SharedPrefix], queries: float) -> None:
+        """What rows share from now on, of about `queries` verify rows each."""
+        if self._plan.shared is not None:
+            self._plan.shared.set(prefixes, queries)
 
     def __call__(self) -> None:
         inputs, parts, rows = self.inputs, self._parts, self._verify
@@ -229,6 +237,8 @@ class RoundLaunches:
             limits.page_size,
             rows,
         )
+        if self._plan.shared is not None:
+            self._plan.shared.list()
         logits_RV = self._forward()
         gather_columns(self._table, rows.slots_R, rows.ends_R, self._columns)
         step = self._modes.step

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.batch import SharedPrefix
 from engine.dspark.config import Mode, Rule
 from engine.runner.stepper import StepModes
 from lora.device_pool import BASE
@@ -40,6 +41,7 @@ class RoundPlan:
     drafted by request, `most` decides which graph runs. `survival_BG` float32 is what the
     budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
     host drafts. `adapters` are the slots of the rows' adapters, empty where all are the base's.
+    `prefixes` are what rows share of their pages and read once.
     """
 
     slots: list[int]
@@ -54,6 +56,7 @@ class RoundPlan:
     survival_BG: np.ndarray
     drafts_BG: np.ndarray | None = None
     adapters: list[int] = field(default_factory=list)
+    prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @property
     def rows(self) -> int:

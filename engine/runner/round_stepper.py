@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.attention.decode_metadata import worthwhile
+from engine.batch import SharedPrefix
 from engine.memory.device_table import DeviceTable
 from engine.memory.request_table import RequestTable
 from engine.memory.transfer import staged
@@ -26,6 +28,7 @@ from engine.runner.graph_pool import GraphPool
 from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
+from engine.scheduler.batching import shared_prefixes
 from lora.kernel_step import Variant
 
 
@@ -71,7 +74,7 @@ class RoundStepper:
         """Draft tokens of graphs, None where blocks are whole."""
         if parts.limits.by_request:
             self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
-        self._captured: dict[tuple[int, int, int, RoundModes, Variant | None], CapturedRound] = {}
+        self._captured: dict[tuple[int, int, int, RoundModes, Variant | None, bool], CapturedRound] = {}
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -92,6 +95,15 @@ class RoundStepper:
         self._scratch = None
         self._graphs.forget()
 
+    def prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray, verify: int) -> list[SharedPrefix]:
+        """What is worth reading once for `verify` rows of these samples, of what they are known to share."""
+        if len(samples) < 2:
+            return []
+        computed_B = np.array([sample.length - 1 for sample in samples])
+        pool = self._parts.pool
+        found = shared_prefixes(page_tables_BP, computed_B, pool.page_size)
+        return worthwhile(found, self._parts.backend.size(pool), verify / len(samples))
+
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
         captured, tier = self._ready(plan)
@@ -100,6 +112,7 @@ class RoundStepper:
             captured.launches.adapters.pool.await_ready(set(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
+        captured.launches.share(plan.prefixes, plan.verify / plan.rows)
         records = []
         for _ in range(plan.rounds):
             captured.replay()
@@ -121,7 +134,7 @@ class RoundStepper:
         variant = None
         if plan.adapters and self._parts.adapters is not None:
             variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
-        key = (tier, verify, drafted, plan.modes, variant)
+        key = (tier, verify, drafted, plan.modes, variant, bool(plan.prefixes))
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
@@ -139,7 +152,7 @@ class RoundStepper:
             del self._captured[key]
 
     def _capture(
-        self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None
+        self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None, shared: bool
     ) -> CapturedRound:
         if self._scratch is None:
             most = self._row_tiers[-1], self.verify_tiers[-1]
@@ -152,7 +165,8 @@ class RoundStepper:
         step = None
         if variant is not None and self._parts.adapters is not None:
             step = self._parts.adapters.captured(verify, variant)
-        launches = RoundLaunches(self._parts, self._table, inputs, verify, modes, self._scratch, drafted, step)
+        given = (self._parts, self._table, inputs, verify, modes, self._scratch, drafted, step, shared)
+        launches = RoundLaunches(*given)
         which = f"{tier} rows, {verify} verify rows and {drafted or 'all'} block slots"
         replay = self._graphs.record(launches, f"rounds of {which}")
         self._counters.graph_captures += 1

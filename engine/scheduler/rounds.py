@@ -126,6 +126,7 @@ class DeviceRounds:
         slots = [_slot(sample) for sample in step.samples]
         table = self._pages.table
         held = table.num_pages_S[slots]
+        tables_BP = table.pages_SP[slots, : int(held.max())]
         prior_BG = np.zeros((len(slots), self.window - 1))
         if not self._speculation.drafter.traits.has_confidence:
             prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
@@ -145,10 +146,11 @@ class DeviceRounds:
             least=self._speculation.least(step.samples, planned.most).tolist(),
             room=(held * self._pages.page_size).tolist(),
             modes=RoundModes(StepModes.of(step.samples), config.rule, config.mode),
-            page_tables_BP=table.pages_SP[slots, : int(held.max())],
+            page_tables_BP=tables_BP,
             survival_BG=prior_BG[:, : self.window - 1],
             drafts_BG=drafts_BG,
             adapters=adapters if any(adapters) else [],
+            prefixes=self._stepper.prefixes(step.samples, tables_BP, tier),
         )
         self._counters.device_rounds += rounds
         return self._stepper.run(plan, step.samples)

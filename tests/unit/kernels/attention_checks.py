@@ -6,10 +6,15 @@ import random
 
 import torch
 
+from engine.attention.triton import TritonAttention
+from engine.batch import SharedPrefix
 from engine.kernels.decode_attention import States
 from engine.kernels.decode_pieces import cut_pieces, cut_pieces_reference
 from engine.kernels.decode_work import cut_rows, cut_rows_reference
 from engine.kernels.merge_states import merge_reference, merge_states
+from engine.kernels.verify_pieces import list_pieces, list_pieces_reference
+from engine.memory.kv_pool import KVPool
+from engine.models.spec import ModelSpec
 
 
 def check_cuts(device: torch.device) -> None:
@@ -71,3 +76,64 @@ def check_merges(device: torch.device, sink: bool) -> None:
         merge_states(given, count, out_TNH, None if sink_N is None else sink_N.to(device))
         torch.testing.assert_close(out_TNH.cpu().double(), expected, atol=1e-5, rtol=0)
         assert not out_TNH[2].any()
+
+
+def check_verify_pieces(device: torch.device) -> None:
+    """Ranges of rows of any number of queries, nested, without queries, and padding; one tile and many."""
+    counts = torch.tensor([3, 0, 16, 1, 0, 0, 7, 300, 2, 0])
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    ranges = [[0, 4, 0, 64, 0, 0], [0, 4, 64, 128, 0, 1], [0, 2, 128, 192, 0, 2], [4, 2, 0, 32, 4, 0]]
+    ranges += [[6, 4, 0, 16, 7, 0], [0] * 6, [0] * 6]
+    ranges_E8 = torch.nn.functional.pad(torch.tensor(ranges, dtype=torch.int32), (0, 2))
+    for queries in (4, 16):
+        expected = list_pieces_reference(starts, ranges_E8, queries)
+        pieces_X8 = torch.full((len(expected) + 3, 8), -7, dtype=torch.int32, device=device)
+        count_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        list_pieces(starts.to(device), ranges_E8.to(device), pieces_X8, count_1, queries)
+        assert count_1.tolist() == [len(expected)]
+        assert pieces_X8[: len(expected), :6].tolist() == [piece[:6] for piece in expected]
+        assert (pieces_X8[len(expected) :] == -7).all()
+
+
+class VerifyRounds:
+    """The buffers of a captured round of up to `rows` rows of up to `each` queries, `most` in all, which share
+    prefixes."""
+
+    def __init__(self, spec: ModelSpec, pool: KVPool, columns: int, rows: int, most: int, each: int = 16) -> None:
+        self._backend = TritonAttention(spec)
+        self._pool = pool
+
+        def column(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=pool.device)
+
+        self._tables_BP = column(rows * columns).view(rows, columns)
+        self._lens_B, self._starts_B1, self._ends_R = column(rows), column(rows + 1), column(most, torch.int64)
+        given = (self._tables_BP, self._lens_B, self._starts_B1, each, pool)
+        self.plan = self._backend.plan_round_buffers(*given, ends_R=self._ends_R)
+        shape = (most, spec.num_heads, spec.head_dim)
+        self.q_RNH = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+        self.out_RNH = torch.zeros_like(self.q_RNH)
+
+    def fill(
+        self, tables_BP: torch.Tensor, lengths: list[int], queries: list[int], prefixes: list[SharedPrefix] | None
+    ) -> None:
+        """Of the prefixes None leaves those that were set."""
+        counts, ends = torch.tensor(queries), torch.tensor(lengths)
+        rows, tokens = len(lengths), int(counts.sum())
+        self._tables_BP.zero_()
+        self._tables_BP[:rows, : tables_BP.shape[1]] = tables_BP
+        self._lens_B.zero_()
+        self._lens_B[:rows] = ends
+        self._starts_B1.fill_(tokens)
+        self._starts_B1[: rows + 1] = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        self._ends_R.zero_()
+        places = [end - count + 1 + k for end, count in zip(lengths, queries, strict=True) for k in range(count)]
+        self._ends_R[:tokens] = torch.tensor(places)
+        if prefixes is not None:
+            assert self.plan.shared is not None
+            assert self.plan.shared.set(prefixes, tokens / rows) == len(prefixes)
+
+    def launch(self, sink_N: torch.Tensor | None = None) -> None:
+        assert self.plan.shared is not None
+        self.plan.shared.list()
+        self._backend.run_prefill(self.q_RNH, self._pool.tokens(0), self.plan, self.out_RNH, 0, sink_N)

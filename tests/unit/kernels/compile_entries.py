@@ -236,12 +236,11 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
     tiles = prefill_config(shape.block_d, dtype.itemsize, shape.group, longest)
     rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
     arrived = torch.zeros(4, shape.num_kv_heads, dtype=torch.int32)
-    before = None
+    before, pieces = None, torch.zeros(4, 8, dtype=torch.int32)
+    prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
+    list_pieces(numbers, pieces, pieces, numbers, prefix_tiles.block_m // shape.group)
     if capability >= 90:
-        prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
-        pieces = torch.zeros(4, 8, dtype=torch.int32)
         before = Before(numbers, numbers, States.empty((2, 2), shape.num_heads, shape.head_dim, "cpu"))
-        list_pieces(numbers, pieces, pieces, numbers, prefix_tiles.block_m // shape.group)
         prefix_attention(q, kv, tables, numbers.long(), pieces, before.states, shape, prefix_tiles, numbers, 2)
     prefill_attention(q, kv, *rows, shape, tiles, sink, splits, partial, arrived, False, before)
     merge_states(partial, splits, torch.zeros_like(q), sink)

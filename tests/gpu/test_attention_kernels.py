@@ -18,7 +18,13 @@ from engine.memory.kv_pool import KVPool
 from engine.models.spec import LayerSpec, ModelSpec
 from engine.runner.compile_ahead import compile_all, missing_kernels
 from tests.pairwise import pairwise
-from tests.unit.kernels.attention_checks import check_cuts, check_merges, check_pieces
+from tests.unit.kernels.attention_checks import (
+    VerifyRounds,
+    check_cuts,
+    check_merges,
+    check_pieces,
+    check_verify_pieces,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -176,6 +182,28 @@ def shared_rows(case: dict) -> Iterator[Check]:
         yield scene, partial(run_buffers, scene, deterministic)
 
 
+def shared_verify_rows(case: dict) -> Iterator[Check]:
+    """The same of rows of up to 16 queries, all in one round."""
+    page, long = case["page"], case["reach"] == "long"
+    outer, inner = (8_192, 12_288) if long else (128, 320)
+    queries = [0, 3, 16, 1, 8, 5, 0, 2, 16, 11, 4, 5, 0]
+    behind = [0, *(inner + 37 * row for row in range(5)), 0, *(outer + 29 * row for row in range(4)), 0, 0]
+    prefixes = [SharedPrefix(1, 11, outer // page), SharedPrefix(1, 6, inner // page)]
+    lengths = [context + count for context, count in zip(behind, queries, strict=True)]
+    scene = Scene(spec_of(case), lengths, queries, page, case["dtype"], prefixes)
+    yield scene, partial(run_round, scene)
+
+
+def run_round(scene: Scene) -> torch.Tensor:
+    rows, tokens = len(scene.lengths), sum(scene.queries)
+    buffers = VerifyRounds(scene.spec, scene.pool, scene.tables.shape[1], rows + 3, tokens + 5)
+    buffers.fill(scene.tables, scene.lengths, scene.queries, scene.prefixes)
+    buffers.q_RNH[:tokens] = scene.parts()[0]
+    scene.write()
+    buffers.launch(scene.sink)
+    return buffers.out_RNH[:tokens]
+
+
 def run_eager(scene: Scene, num_decode: int, deterministic: bool = False) -> torch.Tensor:
     backend = TritonAttention(scene.spec, deterministic=deterministic)
     backend.plan(scene.batch(num_decode), scene.pool)
@@ -202,7 +230,7 @@ def run_buffers(scene: Scene, deterministic: bool = False) -> torch.Tensor:
     return out_BNH[live] + out_BNH[idle].abs().sum()
 
 
-KINDS = [decode_rows, prompt_rows, verify_rows, shared_rows]
+KINDS = [decode_rows, prompt_rows, verify_rows, shared_rows, shared_verify_rows]
 
 
 def spec_of(case: dict) -> ModelSpec:
@@ -231,6 +259,7 @@ def test_rows(compiled, kind: Callable[[dict], Iterator[Check]], case: dict) -> 
 def test_rows_are_cut_as_the_definition_says() -> None:
     check_cuts(torch.device(DEVICE))
     check_pieces(torch.device(DEVICE))
+    check_verify_pieces(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("sink", [False, True])

@@ -50,7 +50,7 @@ class VerifyPrefixes:
         same time."""
         device, rows, queries = starts_B1.device, starts_B1.shape[0] - 1, ends_R.shape[0]
         heads = (size.num_heads, size.head_dim)
-        fitting = max(workspace.fitting("prefix", *heads), STATE_BYTES // 8 // size.state_bytes)
+        fitting = max(workspace.fitting("prefix", *heads), STATE_BYTES // 4 // size.state_bytes)
         num_states = max(1, min(MOST_STATES, fitting // queries))
         ranges = rows + wanted_pieces(size)
         packed = torch.zeros(2 * rows + ITEM * ranges, dtype=torch.int32, device=device)

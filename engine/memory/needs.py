@@ -65,11 +65,11 @@ def step_shares(
 
 
 def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShape) -> Share:
-    """What captured rounds of speculation hold for their largest tiers: verify rows' activations, logits and
-    sampling scratch, and the drafter's block."""
+    """What captured rounds of speculation hold for their largest tiers: verify rows' activations, logits, states of
+    shared prefixes and sampling scratch, and the drafter's block."""
     verify = tiers_of_verify_rows(rows, draft.drafts)[-1]
-    logits = spec.vocab_size * dtype.itemsize
-    total = verify * (_activations(spec, dtype) + logits) + _sampling_bytes(max(rows, verify), spec.vocab_size)
+    logits, state = spec.vocab_size * dtype.itemsize, 4 * spec.num_heads * (spec.head_dim + 1)
+    total = verify * (_activations(spec, dtype) + logits + state) + _sampling_bytes(max(rows, verify), spec.vocab_size)
     if draft.shape is not None:
         total += rows * draft.block * (_activations(draft.shape, dtype) + logits)
     if draft.rejection:

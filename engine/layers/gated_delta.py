@@ -1,23 +1,21 @@
 """A gated delta net: a convolution, a state per head that forgets and learns what a token's value has that it did
 not know, and a normed, gated output.
 
-Owns how the parts of a layer come together and where its product keeps them; each part is an operation of
-`engine.kernels`, which runs as a kernel on a GPU and as its reference elsewhere. States are fp32, and chunks of
-a prompt end on one grid of positions.
+Owns where the layer's product keeps each part; how parts come together is `engine.layers.convolved`'s. Each part is
+an operation of `engine.kernels`, which runs as a kernel on a GPU and as its reference elsewhere. States are fp32,
+and chunks of a prompt end on one grid of positions.
 
-Shapes: T tokens, B rows of one token, I the product's columns, C convolved channels, H value heads, S slots, K
-the convolution's width and the key size, V the value size, O outputs.
+Shapes: T tokens, I the product's columns, C convolved channels, H value heads, V the value size, X = I, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from engine.layers.causal_conv_reference import causal_conv_reference
+from engine.layers.convolved import ConvolvedMixer, Operations
 from engine.layers.gated_delta_reference import (
     GatedDeltaHeads,
     GatedDeltaShape,
@@ -26,20 +24,9 @@ from engine.layers.gated_delta_reference import (
     gdn_gate_reference,
     gdn_prefill_reference,
 )
-from engine.layers.mixer import Mixer, States, StateStep
-from engine.layers.replay import StepRows
+from engine.layers.mixer import StateStep
 from engine.models.mixers import GatedDeltaSpec
 from engine.parallel import TensorParallel
-
-Operation = Callable[..., torch.Tensor]
-
-
-class Operations(NamedTuple):
-    conv_step: Operation
-    conv: Operation
-    step: Operation
-    chunks: Operation
-    gate: Operation
 
 
 @cache
@@ -47,25 +34,20 @@ def operations(device: str) -> Operations:
     """As kernels on a GPU. Elsewhere Triton need not be installed."""
     if device != "cuda":
 
-        def conv(*given: Any) -> torch.Tensor:
-            return causal_conv_reference(*given[:-1])
-
         def chunks(*given: Any, most: int, chunk: int) -> torch.Tensor:
             return gdn_prefill_reference(*given, chunk=chunk)
 
-        return Operations(causal_conv_reference, conv, gdn_decode_reference, chunks, gdn_gate_reference)
-    from engine.kernels.causal_conv import causal_conv, causal_conv_step
+        return Operations(gdn_decode_reference, chunks, gdn_gate_reference)
     from engine.kernels.gdn_decode import gdn_decode
     from engine.kernels.gdn_gate import gdn_gate
     from engine.kernels.gdn_prefill import gdn_prefill
 
-    return Operations(causal_conv_step, causal_conv, gdn_decode, gdn_prefill, gdn_gate)
+    return Operations(gdn_decode, gdn_prefill, gdn_gate)
 
 
-class GatedDelta(Mixer):
+class GatedDelta(ConvolvedMixer):
     rate_H: torch.Tensor
     bias_H: torch.Tensor
-    conv_C1K: torch.Tensor
     norm_V: torch.Tensor
 
     def __init__(
@@ -78,7 +60,7 @@ class GatedDelta(Mixer):
         parallel: TensorParallel,
     ) -> None:
         super().__init__(kind, hidden, layer, dtype, device, parallel)
-        self.kind = kind
+        self.kind, self.conv_bias_C = kind, None
         self.shape = GatedDeltaShape(kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim)
         shared, outputs, end = self.shape.shared, kind.outputs, kind.convolved + kind.outputs
         if kind.grouped:
@@ -91,41 +73,22 @@ class GatedDelta(Mixer):
         assert outputs % kind.key_heads == 0, f"{kind.value_heads} value heads for {kind.key_heads} key heads"
         self.columns_C = grouped_columns(self.shape).to(device) if kind.grouped else None
 
-    def decode(self, inputs_BI: torch.Tensor, states: States, slots_B: torch.Tensor) -> torch.Tensor:
-        inputs_SKC, state_SHVK = states
-        run, weight_CK = operations(inputs_BI.device.type), self.conv_C1K[:, 0]
-        qkv_BC = run.conv_step(self._convolved(inputs_BI), self.columns_C, weight_CK, None, inputs_SKC, slots_B)
-        out_BO = run.step(qkv_BC, inputs_BI, self._heads(), self.shape, state_SHVK, slots_B)
-        return run.gate(out_BO, inputs_BI, self.gate, self.norm_V, self.kind.eps, self.shape)
+    def operations(self, device: str) -> Operations:
+        return operations(device)
 
-    def prefill(self, inputs_TI: torch.Tensor, states: States, step: StateStep) -> torch.Tensor:
-        inputs_SKC, state_SHVK = states
-        run, rows, weight_CK = operations(inputs_TI.device.type), step.rows, self.conv_C1K[:, 0]
-        where, grid = (rows.slots_R, rows.ends_R1), self.kind.grid
-        given = self._convolved(inputs_TI), self.columns_C, weight_CK, None, inputs_SKC, *where, rows.rows_T
-        given = run.conv(*given), inputs_TI, self._heads(), self.shape, state_SHVK, *where
-        if step.sequential:
-            out_TO = run.step(*given)
-        else:
-            most = max(-(-(row.position % grid + row.end - row.start) // grid) for row in step.chunks)
-            out_TO = run.chunks(*given, rows.positions_R, most=most, chunk=grid)
-        return run.gate(out_TO, inputs_TI, self.gate, self.norm_V, self.kind.eps, self.shape)
+    def split(self, inputs_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return inputs_TI, inputs_TI if self.kind.grouped else inputs_TI[:, : self.kind.convolved], inputs_TI
 
-    def steps(self, inputs_TI: torch.Tensor, states: States, rows: StepRows, keep: bool) -> torch.Tensor:
-        if inputs_TI.device.type != "cuda":
-            return super().steps(inputs_TI, states, rows, keep)
-        inputs_SKC, state_SHVK = states
-        run, where = operations("cuda"), (rows.slots_R, rows.ends_R1)
-        given = self._convolved(inputs_TI), self.columns_C, self.conv_C1K[:, 0], None, inputs_SKC, *where, rows.rows_T
-        qkv_TC = run.conv(*given, keep=keep)
-        out_TO = run.step(qkv_TC, inputs_TI, self._heads(), self.shape, state_SHVK, *where, keep=keep)
-        return run.gate(out_TO, inputs_TI, self.gate, self.norm_V, self.kind.eps, self.shape)
-
-    def _convolved(self, inputs_TI: torch.Tensor) -> torch.Tensor:
-        return inputs_TI if self.kind.grouped else inputs_TI[:, : self.kind.convolved]
-
-    def _heads(self) -> GatedDeltaHeads:
+    def heads(self) -> GatedDeltaHeads:
         return GatedDeltaHeads(self.rate_H, self.bias_H, self.raw, self.strength)
+
+    def cuts(self, step: StateStep) -> dict[str, int]:
+        grid = self.kind.grid
+        most = max(-(-(row.position % grid + row.end - row.start) // grid) for row in step.chunks)
+        return {"most": most, "chunk": grid}
+
+    def gated(self, run: Operations, out_TO: torch.Tensor, gate_TX: torch.Tensor) -> torch.Tensor:
+        return run.gate(out_TO, gate_TX, self.gate, self.norm_V, self.kind.eps, self.shape)
 
 
 def grouped_columns(shape: GatedDeltaShape) -> torch.Tensor:

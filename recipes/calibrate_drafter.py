@@ -17,6 +17,7 @@ import typer
 
 from engine.config import load_config
 from engine.errors import InvalidRequest, SparkrollError
+from recipes.grpo.__main__ import loading
 from recipes.train_drafter.config import CalibrateConfig
 from rollout.model_catalog import check_model
 
@@ -32,6 +33,7 @@ def main(
         if not (drafter / "config.json").is_file():
             raise InvalidRequest(field="drafter", expected="a drafter's folder, with a config.json", actual=drafter)
         check_model(config.target, field="target")
+        loading()
         # Imported late: help and refusals need no torch.
         from recipes.grpo.progress import Display
         from recipes.train_drafter.calibration import calibrate_drafter

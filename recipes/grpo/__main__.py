@@ -51,6 +51,7 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
                 print("\n".join(describe(config)))
                 return
             check_policy(config.model)
+            loading()
             # Imported late: help and refusals need neither torch nor Ray.
             from transformers.utils import logging as transformers_logging
 
@@ -73,6 +74,11 @@ def quiet() -> None:
     """Standard output is for results; standard error for progress and warnings that matter."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def loading() -> None:
+    """Said before what takes seconds, and on a first start longer."""
+    print("loading torch and transformers", file=sys.stderr, flush=True)
 
 
 main = command(PRESETS, "demo", "Train a small policy to answer arithmetic questions with GRPO.")

@@ -97,7 +97,7 @@ class GrpoRun:
             student = make_student(self.policy, config.adapter, config.seed, self.checkpoint and self.checkpoint.policy)
             learner = self._learner(student)
             rollout = self._with_drafter(initial)
-            with serving(initial, rollout, self.device) as served, interruptible() as interrupted:
+            with serving(initial, rollout, self.device, self.display.say) as served, interruptible() as interrupted:
                 turns = config.task.turns
                 sampler = Sampler(served, self.policy, config.rollout, config.seed, turns, student.adapter)
                 self.state.policy_version = student.connect(served, config.rollout.timeout_s, self.state.policy_version)
@@ -234,6 +234,7 @@ class GrpoRun:
         )
 
     def _evaluate(self, sampler: Sampler) -> float:
+        self.display.say(f"asking {len(self.questions.held_out)} held-out questions")
         reward = sampler.evaluate(self.questions.held_out)
         self.tracker.log(TRAIN, self.state.train_step, {"val/reward/mean": reward})
         self.display.say(f"held-out reward at step {self.state.train_step}: {reward:.3f}")

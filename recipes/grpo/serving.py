@@ -6,7 +6,7 @@ Nothing of the service (Ray, HTTP) is imported unless it is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -137,7 +137,7 @@ class ColocatedServing:
 
 
 @contextmanager
-def serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterator[Serving]:
+def serving(folder: Path, config: RolloutConfig, device: torch.device, say: Callable[[str], None]) -> Iterator[Serving]:
     """Engines that serve the policy in `folder`, which must stay as it is: an engine that is
     replaced starts from it. A colocated one is on the trainer's `device`."""
     if config.where == "colocated":
@@ -159,7 +159,7 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterat
         server=ServerConfig(port=0),
     )
     with (
-        start_service(settings, start_timeout_s=config.start_timeout_s) as service,
+        start_service(settings, say, config.start_timeout_s) as service,
         Client(service.url, timeout_s=config.timeout_s) as client,
     ):
         yield ServiceServing(client, config.timeout_s, config.engine.dspark.enabled)

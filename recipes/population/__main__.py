@@ -11,7 +11,7 @@ import typer
 
 from engine.config import describe, load_config
 from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.__main__ import check_policy, quiet
+from recipes.grpo.__main__ import check_policy, loading, quiet
 from recipes.population.config import PRESETS, PopulationConfig
 
 
@@ -28,6 +28,7 @@ def main(
             print("\n".join(describe(config)))
             return
         check_policy(config.model)
+        loading()
         # Imported late: help and refusals need neither torch nor Ray.
         from transformers.utils import logging as transformers_logging
 

@@ -65,7 +65,7 @@ class _Population:
         for name in names[1:]:
             model.add_adapter(name, lora_config(config.adapter))
         with (
-            shared_serving(config.output / INITIAL, config.rollout, self.device) as served,
+            shared_serving(config.output / INITIAL, config.rollout, self.device, self.display.say) as served,
             interruptible() as interrupted,
         ):
             shared = Shared(config, policy, model, served, questions, self.group, self.display)

@@ -7,7 +7,7 @@ steps. A service needs nothing of this.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ class TakingTurns(ColocatedServing):
 
 
 @contextmanager
-def shared_serving(folder: Path, config: RolloutConfig, device: torch.device) -> Iterator[Serving]:
+def shared_serving(
+    folder: Path, config: RolloutConfig, device: torch.device, say: Callable[[str], None]
+) -> Iterator[Serving]:
     """`serving` for several threads."""
-    with serving(folder, config, device) as served:
+    with serving(folder, config, device, say) as served:
         yield TakingTurns(served) if isinstance(served, ColocatedServing) else served

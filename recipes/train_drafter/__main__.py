@@ -12,6 +12,7 @@ import typer
 
 from engine.config import describe, load_config
 from engine.errors import InvalidRequest, SparkrollError
+from recipes.grpo.__main__ import loading
 from recipes.grpo.config import ChatModel
 from recipes.train_drafter.config import PRESETS, TrainDrafterConfig
 from rollout.model_catalog import check_model
@@ -34,6 +35,7 @@ def main(
             return
         if isinstance(config.target, ChatModel):
             check_model(config.target.name, field="target.name")
+        loading()
         # Imported late: help and refusals need no torch.
         from transformers.utils import logging as transformers_logging
 

@@ -76,6 +76,8 @@ class DevicePool:
         self._free_slots = list(range(max_slots, 0, -1))
         self._held: dict[int, tuple[int, Packed]] = {}
         self._traits: dict[int, Traits] = {}
+        self._loads: dict[int, int] = {}
+        self._num_loads = 0
         self._ready: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._read: torch.cuda.Event | None = None
@@ -93,6 +95,8 @@ class DevicePool:
         slot = self._free_slots.pop()
         self._held[slot] = start, packed
         self._traits[slot] = Traits.of(packed, self.geometry)
+        self._num_loads += 1
+        self._loads[slot] = self._num_loads
         if self._stream is None:
             self._copy(slot, start, packed)
             return slot
@@ -106,7 +110,7 @@ class DevicePool:
     def free(self, slot: int) -> None:
         """The memory is overwritten only when all launched so far has run."""
         start, _ = self._held.pop(slot)
-        del self._traits[slot]
+        del self._traits[slot], self._loads[slot]
         self._extents.give_back(start)
         self._free_slots.append(slot)
         self._ready.pop(slot, None)
@@ -138,6 +142,10 @@ class DevicePool:
         """Of an adapter's slot."""
         return self._traits[slot]
 
+    def load_number(self, slot: int) -> int:
+        """What tells an adapter's stay in a slot from every other one."""
+        return self._loads[slot]
+
     def factors(self, slot: int, site: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of a slot's factors at a site that it adapts, as `packing.views` gives them."""
         start, packed = self._held[slot]
@@ -147,6 +155,10 @@ class DevicePool:
     @property
     def held_bytes(self) -> int:
         return sum(packed.num_bytes for _, packed in self._held.values())
+
+    @property
+    def held_slots(self) -> list[int]:
+        return list(self._held)
 
     @property
     def num_held(self) -> int:

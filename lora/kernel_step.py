@@ -10,7 +10,7 @@ R ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from lora.geometry import Kind
 from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import MIN_RANK, ShrinkConfig, lora_shrink, num_splits
 from lora.segments import Segments, Tiles, count_tiles, most_tiles, tile_tier
+from lora.stack import Stack
 
 FEW_BLOCK, SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 4, 16, 64, 512
 """Rows of a tile where slots have few each, where they have more, and in steps of more rows than the last."""
@@ -32,7 +33,8 @@ MORE_TILES = 1.5
 class Variant:
     """What the launches of a step are made for. `rank` is the widest met, padded to what kernels take; without
     `mixed` every slot adapts a site at exactly that or not at all; `biased`, `embedding` and `head` say what
-    some slot has. `tiles` bounds those of a step, `block` the rows of one."""
+    some slot has. `tiles` bounds those of a step, `block` the rows of one. Where `stacked` is not 0, first products
+    come out of the model's own, which have so many places for them (`lora.stack`)."""
 
     rank: int
     mixed: bool
@@ -41,21 +43,30 @@ class Variant:
     head: bool
     block: int
     tiles: int
+    stacked: int = 0
 
     @staticmethod
-    def of(pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False) -> Variant:
+    def of(pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False, stack: Stack | None = None) -> Variant:
         """With `fixed_tiles`, tiles are the same however many rows there are: a row's bits do not depend on its
-        batch."""
+        batch. A step given a `stack` uses it where that has room."""
         block = SMALL_BLOCK if fixed_tiles else _block(slots_T)
-        return Variant._of(pool, slots_T, block, tile_tier(len(slots_T), count_tiles(slots_T, block), block))
+        tiles = tile_tier(len(slots_T), count_tiles(slots_T, block), block)
+        return Variant._of(pool, slots_T, block, tiles)._stacked_in(stack, slots_T, len(slots_T))
 
     @staticmethod
-    def uneven(pool: DevicePool, slots: np.ndarray, rows: int) -> Variant:
+    def uneven(pool: DevicePool, slots: np.ndarray, rows: int, stack: Stack | None = None) -> Variant:
         """For `rows` rows, however many of them belong to each of these slots and to the base."""
         count = len(np.union1d(slots, [BASE]))
         few, small = (most_tiles(rows, count, block) for block in (FEW_BLOCK, SMALL_BLOCK))
         block = LARGE_BLOCK if rows > MANY_ROWS else FEW_BLOCK if few <= small * MORE_TILES else SMALL_BLOCK
-        return Variant._of(pool, slots, block, tile_tier(rows, most_tiles(rows, count, block), block))
+        tiles = tile_tier(rows, most_tiles(rows, count, block), block)
+        return Variant._of(pool, slots, block, tiles)._stacked_in(stack, slots, rows)
+
+    def _stacked_in(self, stack: Stack | None, slots: np.ndarray, rows: int) -> Variant:
+        if stack is None or rows > MANY_ROWS:
+            return self
+        adapters = len(np.setdiff1d(slots, [BASE]))
+        return replace(self, stacked=stack.places_for(adapters, self.rank))
 
     @staticmethod
     def _of(pool: DevicePool, slots: np.ndarray, block: int, tiles: int) -> Variant:
@@ -86,15 +97,23 @@ class KernelStep:
     of its variant."""
 
     def __init__(
-        self, pool: DevicePool, slots_T: np.ndarray, fixed_tiles: bool = False, variant: Variant | None = None
+        self,
+        pool: DevicePool,
+        slots_T: np.ndarray,
+        fixed_tiles: bool = False,
+        variant: Variant | None = None,
+        stack: Stack | None = None,
     ) -> None:
+        """With a `variant` that is stacked, in that `stack`."""
         self.pool = pool
         self.slots_T = slots_T
         self.variant = Variant.of(pool, slots_T, fixed_tiles) if variant is None else variant
         self._fixed = fixed_tiles
         self._tiles: Tiles | None = None
         self._works: dict[int, torch.Tensor] = {}
-        pool.await_ready(set(slots_T.tolist()))
+        assert stack is not None or not self.variant.stacked, "a stacked step has a stack"
+        self.stack = stack if self.variant.stacked else None
+        self.prepare(slots_T)
 
     @property
     def tiles(self) -> Tiles:
@@ -108,10 +127,23 @@ class KernelStep:
     def fill(self, slots_T: np.ndarray) -> None:
         """Serve these rows from the next launch on."""
         assert len(slots_T) == len(self.slots_T), f"{len(slots_T)} rows, made for {len(self.slots_T)}"
-        self.pool.await_ready(set(slots_T.tolist()))
+        self.prepare(slots_T)
         if not np.array_equal(slots_T, self.slots_T):
             self.slots_T = slots_T
             self.tiles.fill(Segments.of(slots_T, with_base=True))
+
+    def prepare(self, slots: np.ndarray) -> None:
+        """Have what launches read of these slots where they read it."""
+        adapters = set(slots.tolist()) - {BASE}
+        self.pool.await_ready(adapters)
+        if self.stack is not None:
+            self.stack.ensure(adapters, self.variant.stacked, self.variant.rank)
+
+    def weight(self, site: int, weight_NK: torch.Tensor) -> torch.Tensor:
+        """What the model's product at a site takes for its weight."""
+        if self.stack is None:
+            return weight_NK
+        return self.stack.weight(site, self.variant.stacked, self.variant.rank)
 
     def add_(self, site: int, x_TK: torch.Tensor, y_TN: torch.Tensor, outputs: slice = slice(None)) -> None:
         if self.variant.head or self.pool.geometry.sites[site].kind is not Kind.HEAD:

@@ -22,9 +22,10 @@ from engine.kernels.adapted_tile import (
     columns,
     factor_columns,
     factor_rows,
+    first_product,
     norm_factor,
+    place_of,
     plane_squares,
-    summed,
     tables,
     tile_rows,
     with_ones,
@@ -46,7 +47,7 @@ def adapted_gate_reference(
     eps: float = 0.0,
     next_site: int | None = None,
 ) -> tuple[torch.Tensor, Adapted | None]:
-    h_PGAR, gate_up_T2I = adapted.h_PGAR, gate_up_T2I.clone()
+    gate_up_T2I, h_PGAR = adapted.planes(step, gate_up_T2I.clone())
     if squares_TP is not None:
         factor_T = torch.rsqrt(squares_TP.sum(1) / width + eps)
         gate_up_T2I *= factor_T[:, None].to(gate_up_T2I.dtype)
@@ -63,10 +64,10 @@ def adapted_gate_reference(
 @triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
 def adapted_gate_kernel(
     gate_up_ptr, squares_ptr, h_ptr, out_ptr, next_h_ptr,
-    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows, eps,
-    WIDTH: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
+    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
+    stride, eps, WIDTH: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
     WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHRINK: tl.constexpr,
-    MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(0)
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
@@ -80,6 +81,7 @@ def adapted_gate_kernel(
     n = plane * BN + tl.arange(0, BN)
     real_N = n < WIDTH
     active = rank > 0
+    place = place_of(places_ptr, slot, STACKED)
     # Factors are under way before the wait: behind it they would be a second trip to memory.
     gate_b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
     up_b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N & active, rank, R, MIXED)
@@ -93,16 +95,20 @@ def adapted_gate_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if count > 0:
         real_MN = real_M1 & real_N[None, :]
-        gate_MN_ptr = gate_up_ptr + row_M[:, None] * (2 * WIDTH) + n[None, :]
+        gate_MN_ptr = gate_up_ptr + row_M[:, None] * stride + n[None, :]
         gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0)
         up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0)
-        gate_h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
-        up_h_MR = summed(h_ptr, 1, entry_M, real_M1 & active, h_rows, PLANES, 2, R)
+        gate_h_MR = first_product(
+            h_ptr, 0, entry_M, row_M, real_M1 & active, h_rows, place, stride, 2 * WIDTH, PLANES, 2, R, STACKED
+        )
+        up_h_MR = first_product(
+            h_ptr, 1, entry_M, row_M, real_M1 & active, h_rows, place, stride, 2 * WIDTH, PLANES, 2, R, STACKED
+        )
         if SQUARES > 0:
             squares_MP = plane_squares(squares_ptr, row_M, real_M1, SQUARES, WIDE)
         gate_b_NR, up_b_NR = held(gate_b_NR, EARLY), held(up_b_NR, EARLY)
         gate_MN, up_MN = held(gate_MN, EARLY).to(tl.float32), held(up_MN, EARLY).to(tl.float32)
-        gate_h_MR, up_h_MR = held(gate_h_MR, EARLY), held(up_h_MR, EARLY)
+        gate_h_MR, up_h_MR = held(gate_h_MR.to(tl.float32), EARLY), held(up_h_MR.to(tl.float32), EARLY)
         if SQUARES > 0:
             factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
             gate_MN, up_MN = gate_MN * factor_M1, up_MN * factor_M1
@@ -134,14 +140,14 @@ def adapted_gate(
     block: int | None = None,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, Adapted | None]:
-    """[T, I] of contiguous [T, 2I], and the first product at `next_site` where there is one. With `squares_TP` of a
+    """[T, I] of [T, 2I] with what stands behind it, and the first product at `next_site` where there is one. With `squares_TP` of a
     norm over `width` values, gates, ups and the adapters' first product lack its factor."""
-    tokens, inner = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+    tokens, (inner, _) = gate_up_T2I.shape[0], step.pool.geometry.widths(adapted.site)
     pool, tiles, variant = step.pool, step.tiles, step.variant
-    planes, parts, rows, rank = adapted.h_PGAR.shape
-    assert gate_up_T2I.is_contiguous() and parts == 2, f"contiguous rows of two parts, got {parts}"
-    assert pool.geometry.widths(adapted.site) == (inner, inner), f"site {adapted.site} is not {inner} wide"
-    best = choice(tiles)
+    h_PGAR, rank = adapted.h_PGAR, variant.rank
+    assert gate_up_T2I.stride(1) == 1, "rows must be contiguous"
+    assert h_PGAR is None or h_PGAR.shape[1] == 2, "a first product of two parts"
+    best = choice(step)
     chosen, next_planes = columns(best.gate_block, rank, tiles, inner, block)
     out_TI = gate_up_T2I.new_empty(tokens, inner)
     next_h_PGAR = out_TI if next_site is None else step.work(next_site % 2, next_planes, 1)
@@ -149,18 +155,19 @@ def adapted_gate(
     early = is_early(out_TI)
     adapted_gate_kernel[(next_planes, tiles.num_tiles)](
         gate_up_T2I,
-        adapted.h_PGAR if squares_TP is None else squares_TP,
-        adapted.h_PGAR,
+        gate_up_T2I if squares_TP is None else squares_TP,
+        gate_up_T2I if h_PGAR is None else h_PGAR,
         out_TI,
         next_h_PGAR,
-        *tables(pool, tiles),
+        *tables(step),
         adapted.site,
         0 if next_site is None else next_site,
         len(pool.geometry.sites),
-        rows,
+        tokens,
+        gate_up_T2I.stride(0),
         eps,
         WIDTH=inner,
-        PLANES=planes,
+        PLANES=1 if h_PGAR is None else h_PGAR.shape[0],
         D=max(1, width),
         SQUARES=squares,
         WIDE=triton.next_power_of_2(max(1, squares)),
@@ -170,6 +177,7 @@ def adapted_gate(
         SHRINK=next_site is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,
+        STACKED=h_PGAR is None,
         EARLY=early,
         num_warps=warps or best.gate_warps,
         **options(early),

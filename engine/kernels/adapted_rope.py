@@ -21,9 +21,10 @@ from engine.kernels.adapted_sum import Adapted
 from engine.kernels.adapted_tile import (
     choice,
     factor_rows,
+    first_product,
     norm_factor,
+    place_of,
     plane_squares,
-    summed,
     tables,
     tile_rows,
     with_ones,
@@ -59,10 +60,11 @@ def adapted_rope_reference(
     rotation: Rotation,
 ) -> torch.Tensor:
     factor_T = torch.rsqrt(squares_TP.sum(1) / width + eps)
+    qkv_TE, h_PGAR = adapted.planes(step, qkv_TE)
     qkv_TE = qkv_TE * factor_T[:, None].to(qkv_TE.dtype)
     if bias_E is not None:
         qkv_TE += bias_E
-    h_PGAR = adapted.h_PGAR * factor_T[step.tiles.rows_T.long()][:, None]
+    h_PGAR = h_PGAR * factor_T[step.tiles.rows_T.long()][:, None]
     lora_expand_reference(step.pool, adapted.site, h_PGAR, step.tiles, qkv_TE)
     at = rotation
     return rope_kv_write_reference(qkv_TE, shape, norm, at.cos_CH, at.sin_CH, at.positions_T, at.slots_T, at.kv_S2KH)
@@ -76,10 +78,10 @@ def _rotated(first, second, sign_cos, sign_sin, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["site", "h_rows"])
 def adapted_rope_kernel(
     qkv_ptr, bias_ptr, squares_ptr, h_ptr, kv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
-    slots_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, sites, h_rows, eps, head_eps,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
+    slots_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, sites, h_rows,
+    stride, eps, head_eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
     SQUARES: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
@@ -89,6 +91,7 @@ def adapted_rope_kernel(
     scale = tl.load(scales_ptr + here * 3 + part)
     offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
     active = (rank > 0) & (scale != 0.0)
+    place = place_of(places_ptr, slot, STACKED)
     at = tl.arange(0, HALF)
     real_E = at < H // 2
     first_b_ER = factor_rows(values_ptr, offset, head * H, at, real_E & active, rank, R, MIXED)
@@ -104,18 +107,24 @@ def adapted_rope_kernel(
         position_M1 = tl.load(positions_ptr + row_M[:, None], mask=real_M1, other=0).to(tl.int64)
         pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
         real_ME = real_M1 & real_E[None, :]
-        qkv_ME_ptr = qkv_ptr + row_M[:, None] * ((N + 2 * K) * H) + head * H + at[None, :]
+        qkv_ME_ptr = qkv_ptr + row_M[:, None] * stride + head * H + at[None, :]
         first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0)
         second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0)
         squares_MP = plane_squares(squares_ptr, row_M, real_M1, SQUARES, WIDE)
-        h_MR = summed(h_ptr, part, entry_M, real_M1 & active, h_rows, PLANES, 3, R)
+        h_MR = first_product(
+            h_ptr, part, entry_M, row_M, real_M1 & active, h_rows, place, stride, (N + 2 * K) * H, PLANES, 3, R, STACKED
+        )
         turned_ME = real_ME & (head < N + K)
         table_ME = position_M1 * H + at[None, :]
         first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0)
         first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0)
         second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
         second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
-        first_b_ER, second_b_ER, h_MR = held(first_b_ER, EARLY), held(second_b_ER, EARLY), held(h_MR, EARLY)
+        first_b_ER, second_b_ER, h_MR = (
+            held(first_b_ER, EARLY),
+            held(second_b_ER, EARLY),
+            held(h_MR.to(tl.float32), EARLY),
+        )
         first, second = held(first, EARLY).to(tl.float32), held(second, EARLY).to(tl.float32)
         first_cos, first_sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
         second_cos, second_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
@@ -168,20 +177,21 @@ def adapted_rope(
     rotation: Rotation,
     warps: int | None = None,
 ) -> torch.Tensor:
-    """Query heads [T, N, H], a view of `qkv_TE`: the product [T, (N + 2K) * H] without the factor of the norm over
-    `width` values whose squares are given. Keys and values are in the pool afterwards."""
+    """Query heads [T, N, H], a view of `qkv_TE`: the product [T, (N + 2K) * H], with what stands behind it, without
+    the factor of the norm over `width` values whose squares are given. Keys and values are in the pool afterwards."""
     pool, tiles, variant = step.pool, step.tiles, step.variant
-    planes, parts, rows, rank = adapted.h_PGAR.shape
+    h_PGAR = adapted.h_PGAR
     total, size = shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
-    assert qkv_TE.is_contiguous() and rotation.kv_S2KH.is_contiguous(), "rows must be contiguous"
+    assert qkv_TE.stride(1) == 1 and rotation.kv_S2KH.is_contiguous(), "rows must be contiguous"
     assert qkv_TE.dtype == rotation.kv_S2KH.dtype, f"projection {qkv_TE.dtype}, pool {rotation.kv_S2KH.dtype}"
-    assert parts == 3 and qkv_TE.shape[1] == total * size, f"{parts} parts, rows of {qkv_TE.shape[1]}"
+    assert h_PGAR is None or h_PGAR.shape[1] == 3, "a first product of three parts"
+    assert sum(pool.geometry.widths(adapted.site)) == total * size, f"site {adapted.site} is not {total * size} wide"
     early = is_early(qkv_TE)
     adapted_rope_kernel[(total, tiles.num_tiles)](
         qkv_TE,
         qkv_TE if bias_E is None else bias_E,
         squares_TP,
-        adapted.h_PGAR,
+        qkv_TE if h_PGAR is None else h_PGAR,
         rotation.kv_S2KH,
         qkv_TE if norm is None else norm.q_weight_H,
         qkv_TE if norm is None else norm.k_weight_H,
@@ -189,10 +199,11 @@ def adapted_rope(
         rotation.sin_CH,
         rotation.positions_T,
         rotation.slots_T,
-        *tables(pool, tiles),
+        *tables(step),
         adapted.site,
         len(pool.geometry.sites),
-        rows,
+        len(qkv_TE),
+        qkv_TE.stride(0),
         eps,
         0.0 if norm is None else norm.eps,
         N=shape.num_heads,
@@ -200,17 +211,18 @@ def adapted_rope(
         H=size,
         HALF=max(16, triton.next_power_of_2(size // 2)),
         D=width,
-        PLANES=planes,
+        PLANES=1 if h_PGAR is None else h_PGAR.shape[0],
         SQUARES=squares_TP.shape[1],
         WIDE=triton.next_power_of_2(squares_TP.shape[1]),
-        R=rank,
+        R=variant.rank,
         BM=tiles.block,
         BIAS=bias_E is not None,
         NORM=norm is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,
+        STACKED=h_PGAR is None,
         EARLY=early,
-        num_warps=warps or choice(tiles).rope_warps,
+        num_warps=warps or choice(step).rope_warps,
         enable_fp_fusion=False,
         **options(early),
     )

@@ -19,10 +19,12 @@ import triton
 import triton.language as tl
 
 from engine.kernels.adapted_tile import (
+    behind_reference,
     choice,
     columns,
     factor_rows,
-    summed,
+    first_product,
+    place_of,
     tables,
     tile_rows,
     with_ones,
@@ -36,16 +38,21 @@ from lora.kernels.shrink import lora_shrink_reference
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A product whose adapters' first product is known: its site, and [P, G, A, R]."""
+    """A product whose adapters' first product is known: its site, and [P, G, A, R], None where that stands behind
+    the model's product."""
 
     site: int
-    h_PGAR: torch.Tensor
+    h_PGAR: torch.Tensor | None = None
+
+    def planes(self, step: KernelStep, y_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's product alone, and the adapters' first, as references take them."""
+        return behind_reference(step, self.site, y_TE) if self.h_PGAR is None else (y_TE, self.h_PGAR)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
     """What an adapted product takes: inputs [T, D] without the norm's factor, whose squares lie in [T, P], and its
-    site's first product, None where nothing follows."""
+    site's first product, None where nothing follows or that comes out of the model's product."""
 
     x_TD: torch.Tensor
     squares_TP: torch.Tensor
@@ -61,8 +68,8 @@ def adapted_sum_reference(
     next_site: int | None,
 ) -> Stream:
     if y_TD is not None and before is not None:
-        y_TD = y_TD.clone()
-        lora_expand_reference(step.pool, before.site, before.h_PGAR, step.tiles, y_TD)
+        y_TD, h_PGAR = before.planes(step, y_TD.clone())
+        lora_expand_reference(step.pool, before.site, h_PGAR, step.tiles, y_TD)
         residual_TD += y_TD
     x_TD = residual_TD * weight_D
     squares_T1 = residual_TD.float().square().sum(1, keepdim=True)
@@ -76,10 +83,10 @@ def adapted_sum_reference(
 @triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
 def adapted_sum_kernel(
     y_ptr, residual_ptr, weight_ptr, out_ptr, squares_ptr, h_ptr, next_h_ptr,
-    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
-    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
+    values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
+    y_stride, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
     WIDE: tl.constexpr, NEXT_PLANES: tl.constexpr, ADD: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr,
-    EARLY: tl.constexpr,
+    STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(0)
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
@@ -93,6 +100,7 @@ def adapted_sum_kernel(
     if ADD:
         offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
         b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
+        place = place_of(places_ptr, slot, STACKED)
     there = slot * sites + next_site
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
     next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
@@ -113,9 +121,11 @@ def adapted_sum_kernel(
         at_MN = row_M[:, None] * D + n[None, :]
         sum_MN = tl.load(residual_ptr + at_MN, mask=real_MN, other=0.0)
         if ADD:
-            y_MN = tl.load(y_ptr + at_MN, mask=real_MN, other=0.0)
-            h_MR = summed(h_ptr, 0, entry_M, real_M1 & active, h_rows, PLANES, 1, R)
-            b_NR, y_MN, h_MR = held(b_NR, EARLY), held(y_MN, EARLY), held(h_MR, EARLY)
+            y_MN = tl.load(y_ptr + row_M[:, None] * y_stride + n[None, :], mask=real_MN, other=0.0)
+            h_MR = first_product(
+                h_ptr, 0, entry_M, row_M, real_M1 & active, h_rows, place, y_stride, D, PLANES, 1, R, STACKED
+            )
+            b_NR, y_MN, h_MR = held(b_NR, EARLY), held(y_MN, EARLY), held(h_MR.to(tl.float32), EARLY)
         sum_MN = held(sum_MN, EARLY).to(tl.float32)
         wide_weight_N = held(weight_N, EARLY).to(tl.float32)
         if ADD:
@@ -148,13 +158,14 @@ def adapted_sum(
     block: int | None = None,
     warps: int | None = None,
 ) -> Stream:
-    """The stream after `y_TD`, the product at `before`, has been added to `residual_TD` in place; with neither,
-    as it is. `weight_D` is of the norm before the next product."""
+    """The stream after `y_TD`, the product at `before` with what stands behind it, has been added to `residual_TD`
+    in place; with neither, as it is. `weight_D` is of the norm before the next product."""
     tokens, width = residual_TD.shape
     pool, tiles, variant = step.pool, step.tiles, step.variant
-    assert residual_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous()), "rows must be contiguous"
+    assert residual_TD.is_contiguous() and (y_TD is None or y_TD.stride(1) == 1), "rows must be contiguous"
     assert (y_TD is None) == (before is None), "a product and its site come together"
-    best = choice(tiles)
+    best, planes_PGAR = choice(step), None if before is None else before.h_PGAR
+    stacked = before is not None and planes_PGAR is None
     chosen, planes = columns(best.sum_block, variant.rank, tiles, width, block)
     parts = 0 if next_site is None else len(pool.geometry.widths(next_site))
     x_TD = torch.empty_like(residual_TD)
@@ -167,24 +178,26 @@ def adapted_sum(
         weight_D,
         x_TD,
         squares_TP,
-        squares_TP if before is None else before.h_PGAR,
+        y_TD if stacked else squares_TP if planes_PGAR is None else planes_PGAR,
         h_PGAR,
-        *tables(pool, tiles),
+        *tables(step),
         0 if before is None else before.site,
         0 if next_site is None else next_site,
         len(pool.geometry.sites),
         tokens,
+        width if y_TD is None else y_TD.stride(0),
         D=width,
         R=variant.rank,
         BM=tiles.block,
         BN=chosen,
-        PLANES=1 if before is None else before.h_PGAR.shape[0],
+        PLANES=1 if planes_PGAR is None else planes_PGAR.shape[0],
         PARTS=parts,
         WIDE=triton.next_power_of_2(max(1, parts) * variant.rank),
         NEXT_PLANES=planes,
         ADD=y_TD is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,
+        STACKED=stacked,
         EARLY=early,
         num_warps=warps or best.sum_warps,
         **options(early),

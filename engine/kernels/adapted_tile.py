@@ -1,7 +1,10 @@
 """What kernels with adapters in them have in common.
 
-Owns how such a kernel finds the adapter of its tile of rows, takes a first product whose sums lie in planes,
-and the factor of a norm whose squares do. Ignores what the kernels compute.
+Owns how such a kernel finds the adapter of its tile of rows, takes a first product, and the factor of a norm
+whose squares lie in planes. Ignores what the kernels compute.
+
+A first product is either left in planes of sums by the kernel before, or stands behind the model's own product
+of the same inputs, in the same rows (`lora.stack`), with its adapter's place.
 
 A norm before an adapted product is left out of the product's inputs: they are the residual stream times the
 norm's weights alone. Whoever reads the product, or the adapters' first product of the same inputs,
@@ -20,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora.device_pool import DevicePool
+from lora.kernel_step import KernelStep
 from lora.segments import Tiles
 
 MAX_RANK = 64
@@ -54,9 +57,13 @@ CHOICES = (
 )
 """By the most tiles of a launch that a choice is for."""
 
+STACKED = ((1, Choice(256, 4, 128, 2, 2, 1, 1)), (1 << 30, Choice(256, 4, 256, 4, 2, 1, 1)))
+"""The same where first products stand behind the model's."""
 
-def choice(tiles: Tiles) -> Choice:
-    return next(found for most, found in CHOICES if tiles.num_tiles <= most)
+
+def choice(step: KernelStep) -> Choice:
+    choices = CHOICES if step.stack is None else STACKED
+    return next(found for most, found in choices if step.tiles.num_tiles <= most)
 
 
 def columns(block: int, rank: int, tiles: Tiles, width: int, exact: int | None = None) -> tuple[int, int]:
@@ -65,9 +72,26 @@ def columns(block: int, rank: int, tiles: Tiles, width: int, exact: int | None =
     return found, triton.cdiv(width, found)
 
 
-def tables(pool: DevicePool, tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    """What every such kernel is given to find factors and rows by."""
-    return pool.values_U, pool.offsets_SX2, pool.ranks_SX4, pool.scales_SX3, tiles.rows_T, tiles.tiles_N3
+def tables(step: KernelStep) -> tuple[torch.Tensor, ...]:
+    """What every such kernel is given to find factors, places and rows by."""
+    pool, tiles = step.pool, step.tiles
+    places_S = tiles.rows_T if step.stack is None else step.stack.places_S
+    return pool.values_U, pool.offsets_SX2, pool.ranks_SX4, pool.scales_SX3, places_S, tiles.rows_T, tiles.tiles_N3
+
+
+def behind_reference(step: KernelStep, site: int, y_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's product without what stands behind it, and that as [1, G, A, R]."""
+    assert step.stack is not None, "nothing stands behind the products"
+    widths, rank, rows_A = step.pool.geometry.widths(site), step.variant.rank, step.tiles.rows_T.long()
+    own, behind = y_TE.split([sum(widths), y_TE.shape[1] - sum(widths)], dim=1)
+    h_1GAR = torch.zeros(1, len(widths), len(rows_A), rank, device=y_TE.device)
+    for slot, start, count in step.tiles.tiles_N3.tolist():
+        place = int(step.stack.places_S[slot])
+        if count and place >= 0:
+            first, rows = place * len(widths) * rank, rows_A[start : start + count]
+            part = behind[rows, first : first + len(widths) * rank].view(count, len(widths), rank)
+            h_1GAR[0, :, start : start + count] = part.transpose(0, 1).float()
+    return own, h_1GAR
 
 
 @triton.jit
@@ -120,6 +144,28 @@ def summed(
             for plane in tl.static_range(TOGETHER):
                 at_MR_ptr = h_MR_ptr + (first + plane) * PARTS * h_rows * R
                 h_MR += tl.load(at_MR_ptr, mask=real_M1 & (first + plane < PLANES), other=0.0)
+    return h_MR
+
+
+@triton.jit
+def place_of(places_ptr, slot, STACKED: tl.constexpr):
+    place = 0
+    if STACKED:
+        place = tl.load(places_ptr + slot)
+    return place
+
+
+@triton.jit
+def first_product(
+    h_ptr, part, entry_M, row_M, real_M1, h_rows, place, stride, OUTPUTS: tl.constexpr, PLANES: tl.constexpr,
+    PARTS: tl.constexpr, R: tl.constexpr, STACKED: tl.constexpr,
+):  # fmt: skip
+    """[M, R], of rows that have any: from planes, or with STACKED from behind the OUTPUTS of rows `stride` apart."""
+    if STACKED:
+        first = OUTPUTS + (place * PARTS + part) * R
+        h_MR = tl.load(h_ptr + row_M[:, None] * stride + first + tl.arange(0, R)[None, :], mask=real_M1, other=0.0)
+    else:
+        h_MR = summed(h_ptr, part, entry_M, real_M1, h_rows, PLANES, PARTS, R)
     return h_MR
 
 

@@ -39,6 +39,7 @@ class ColumnParallelLinear(nn.Module):
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
+        self.num_parts = len(parts)
         rows = sum(parallel.share(part, "projection width") for part in parts)
         self.weight = _empty(rows, width, dtype=dtype, device=device)
         self.bias = _empty(rows, dtype=dtype, device=device) if bias else None
@@ -60,6 +61,7 @@ class RowParallelLinear(nn.Module):
     """
 
     site = -1
+    num_parts = 1
 
     def __init__(
         self,

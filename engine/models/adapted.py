@@ -1,8 +1,9 @@
 """A decoder's layers for rows with adapters, in few launches.
 
 Owns the order of launches where the adapters' products ride along with what lies between the model's own: one
-launch more a layer than without adapters. Ignores the model's products and attention, which are given, and
-steps whose adapters do not fit those kernels (`engine.models.fused` adds to each product there).
+launch more a layer than without adapters, or none where first products stand behind the model's (`lora.stack`).
+Ignores the model's products and attention, which are given, and steps whose adapters do not fit those kernels
+(`engine.models.fused` adds to each product there).
 
 Shapes: T tokens, D hidden.
 """
@@ -67,7 +68,8 @@ class AdaptedLayers:
         slots."""
         rotary = self._model.rotary
         first = self._layers[0]
-        stream = adapted_sum(step, None, None, residual_TD, first.input_layernorm.weight, first.self_attn.qkv_proj.site)
+        site = self._following(step, first.self_attn.qkv_proj.site)
+        stream = adapted_sum(step, None, None, residual_TD, first.input_layernorm.weight, site)
         for index, layer in enumerate(self._layers):
             rotation = Rotation(rotary.cos_CE, rotary.sin_CE, positions_T, slots[index], self._pool.tokens(index))
             q_TNH = self._queries(step, layer, stream, self._norms[index], rotation)
@@ -76,7 +78,7 @@ class AdaptedLayers:
             y_TD, down = self._block(step, layer, stream)
             following = self._layers[index + 1] if index + 1 < len(self._layers) else None
             norm = self._model.model.norm if following is None else following.input_layernorm
-            site = None if following is None else following.self_attn.qkv_proj.site
+            site = None if following is None else self._following(step, following.self_attn.qkv_proj.site)
             stream = adapted_sum(step, y_TD, down, residual_TD, norm.weight, site)
             if capture is not None and index in capture:
                 capture[index] = residual_TD.clone()
@@ -86,22 +88,25 @@ class AdaptedLayers:
         self, step: KernelStep, layer: DecoderLayer, stream: Stream, norm: QKNorm | None, rotation: Rotation
     ) -> torch.Tensor:
         qkv = layer.self_attn.qkv_proj
-        qkv_TE = self._product(stream.x_TD, qkv.weight)
-        assert stream.adapted is not None
+        qkv_TE = self._product(stream.x_TD, step.weight(qkv.site, qkv.weight))
+        adapted = stream.adapted or Adapted(qkv.site)
         scale = stream.squares_TP, stream.x_TD.shape[1], self._eps
-        return adapted_rope(step, stream.adapted, qkv_TE, qkv.bias, *scale, self._shape, norm, rotation)
+        return adapted_rope(step, adapted, qkv_TE, qkv.bias, *scale, self._shape, norm, rotation)
 
     def _after_attention(
         self, step: KernelStep, layer: DecoderLayer, out_TE: torch.Tensor, residual_TD: torch.Tensor
     ) -> Stream:
-        output = layer.self_attn.o_proj
-        best = choice(step.tiles)
+        output, site = layer.self_attn.o_proj, self._following(step, layer.mlp.gate_up_proj.site)
+        weight_D = layer.post_attention_layernorm.weight
+        if step.stack is not None:
+            y_TE = self._product(out_TE, step.weight(output.site, output.weight))
+            return adapted_sum(step, y_TE, Adapted(output.site), residual_TD, weight_D, site)
+        best = choice(step)
         splits = max(1, min(best.splits, out_TE.shape[1] // SPLIT_INPUTS))
         with self._beside(best.beside and out_TE.is_cuda) as join:
             adapted = Adapted(output.site, step.shrunk(output.site, out_TE, splits, best.shrink_warps))
         y_TD = self._product(out_TE, output.weight, output.bias)
         join()
-        weight_D, site = layer.post_attention_layernorm.weight, layer.mlp.gate_up_proj.site
         return adapted_sum(step, y_TD, adapted, residual_TD, weight_D, site)
 
     @contextmanager
@@ -117,10 +122,16 @@ class AdaptedLayers:
         with torch.cuda.stream(side):
             yield lambda: main.wait_stream(side)
 
-    def _block(self, step: KernelStep, layer: DecoderLayer, stream: Stream) -> tuple[torch.Tensor, Adapted | None]:
+    def _block(self, step: KernelStep, layer: DecoderLayer, stream: Stream) -> tuple[torch.Tensor, Adapted]:
         gates, down = layer.mlp.gate_up_proj, layer.mlp.down_proj
-        gate_up_T2I = self._product(stream.x_TD, gates.weight)
-        assert stream.adapted is not None
-        scale = stream.squares_TP, stream.x_TD.shape[1], self._eps
-        inner_TI, adapted = adapted_gate(step, stream.adapted, gate_up_T2I, *scale, next_site=down.site)
-        return self._product(inner_TI, down.weight, down.bias), adapted
+        gate_up_TE = self._product(stream.x_TD, step.weight(gates.site, gates.weight))
+        scale, site = (stream.squares_TP, stream.x_TD.shape[1], self._eps), self._following(step, down.site)
+        adapted = stream.adapted or Adapted(gates.site)
+        inner_TI, adapted = adapted_gate(step, adapted, gate_up_TE, *scale, next_site=site)
+        y_TE = self._product(inner_TI, step.weight(down.site, down.weight), down.bias)
+        return y_TE, adapted or Adapted(down.site)
+
+    @staticmethod
+    def _following(step: KernelStep, site: int) -> int | None:
+        """The site whose first product a kernel computes along the way: none where products bring it themselves."""
+        return site if step.stack is None else None

@@ -13,12 +13,16 @@ from engine.kernels.adapted_gate import adapted_gate, adapted_gate_reference
 from engine.kernels.adapted_rope import Rotation, adapted_rope, adapted_rope_reference
 from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape
+from engine.kernels.swiglu import silu_and_mul_reference
 from engine.runner.step_plan import StepPlan
+from lora.device_pool import DevicePool
 from lora.geometry import Kind
-from lora.kernel_step import KernelStep
+from lora.kernel_step import KernelStep, Variant
 from lora.kernels.expand import lora_expand, lora_expand_reference
 from lora.kernels.shrink import lora_shrink, lora_shrink_reference, workspace_shape
+from lora.kernels.stack import Rooms, stack_factors_reference
 from lora.segments import Segments, Tiles
+from lora.stack import Stack
 from lora.step import LoopStep
 from tests.support import make_engine, prompt, reference_greedy
 from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
@@ -156,6 +160,62 @@ def products_close(step: KernelStep, actual: Adapted | None, expected: Adapted |
         rank = step.pool.layout(slot, actual.site).rank
         entries = slice(start, start + count)
         close(actual_GAR[:, entries, :rank], expected_GAR[:, entries, :rank])
+
+
+def stacked_step(adapters: DevicePool, slots: np.ndarray) -> tuple[KernelStep, dict[int, torch.Tensor]]:
+    """With room for four adapters of rank 32 behind random weights, and those."""
+    source = torch.Generator().manual_seed(0)
+    wide = {}
+    for site in range(1, 5):
+        widths = GEOMETRY.widths(site)
+        wide[site] = torch.randn(sum(widths) + 128 * len(widths), GEOMETRY.inputs(site), generator=source)
+    stack = Stack(adapters, wide, 128, lambda: 0)
+    variant = Variant.of(adapters, slots, stack=stack)
+    assert variant.stacked == 4 and variant.rank == 32 and variant.mixed and variant.biased
+    return KernelStep(adapters, slots, variant=variant, stack=stack), wide
+
+
+def test_first_products_that_stand_behind_the_models():
+    """What lies between products takes them from there, for rows of three adapters and of none."""
+    step, wide = stacked_step(pool(), SLOTS)
+    assert step.stack is not None
+    expected = {site: weight.clone() for site, weight in wide.items()}
+    moves = torch.tensor([[int(step.stack.places_S[slot]), slot] for slot in (1, 2, 3)])
+    stack_factors_reference(step.pool, Rooms(step.pool, expected), moves, 32)
+    products = {}
+    for site, weight in wide.items():
+        parts = len(GEOMETRY.widths(site))
+        used = step.weight(site, weight[: sum(GEOMETRY.widths(site))])
+        assert used.shape[0] == sum(GEOMETRY.widths(site)) + 4 * parts * 32 and torch.equal(
+            used, expected[site][: len(used)]
+        )
+        weight[len(used) :] = float("nan")
+        used[len(used) - parts * 32 :] = float("nan")  # the fourth place is nobody's
+        products[site] = inputs_of(GEOMETRY, site, len(SLOTS)) @ used.T
+    loop = LoopStep(step.pool, SLOTS)
+    plain = {}
+    for site, y in products.items():
+        own = y[:, : sum(GEOMETRY.widths(site))].clone()
+        loop.add_(site, inputs_of(GEOMETRY, site, len(SLOTS)), own)
+        plain[site] = own
+    residual, weight = torch.randn(len(SLOTS), 64), torch.randn(64)
+    kept = residual.clone()
+    stream = adapted_sum(step, products[2], Adapted(2), kept, weight, None, block=32)
+    assert stream.adapted is None
+    close(kept, residual + plain[2])
+    ones, unit = torch.full((len(SLOTS), 1), 64.0), (64, 1e-9)
+    inner, following = adapted_gate(step, Adapted(3), products[3], ones, *unit, block=32)
+    assert following is None
+    close(inner, silu_and_mul_reference(plain[3]))
+    squares, tables = torch.rand(len(SLOTS), 3) * 64, torch.randn(2, 20, 16)
+    results, slots = [], torch.arange(len(SLOTS))
+    for run in (adapted_rope, adapted_rope_reference):
+        rotation = Rotation(tables[0], tables[1], slots, slots, torch.zeros(len(SLOTS), 2, 16))
+        shape = QKVShape(3, 1, 16)
+        q = run(step, Adapted(1), products[1].clone(), None, squares, 64, 1e-6, shape, None, rotation)
+        results.append((q, rotation.kv_S2KH))
+    close(results[0][0], results[1][0])
+    close(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize(("site", "following"), [(2, 3), (4, 1), (4, None)])

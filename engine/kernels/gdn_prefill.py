@@ -100,7 +100,9 @@ def gdn_scan_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row's chunks one after the other, for some value columns of a head."""
+    """A row's chunks one after the other, for some value columns of a head: at most 32, which lie along the rows of
+    every product here. With tokens along the rows, values of 32 columns were the second operand of a product by
+    wgmma, whose steps beyond the first 16 tokens read elsewhere (Triton 3.6 on an H200)."""
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
     row, head = tl.program_id(0), tl.program_id(1)
@@ -120,9 +122,9 @@ def gdn_scan_kernel(
         line = token.to(tl.int64)
         of_head = line * VALUE_HEADS + head
         last = (tl.minimum(base + CHUNK, end) - 1).to(tl.int64) * VALUE_HEADS + head
-        wanted_k, wanted_v = inside[:, None] & in_k[None, :], inside[:, None] & in_v[None, :]
+        wanted_k, wanted_v = inside[:, None] & in_k[None, :], inside[None, :] & in_v[:, None]
         keys = tl.load(keys_ptr + of_head[:, None] * KEY + k_at[None, :], mask=wanted_k, other=0.0)
-        values = tl.load(values_ptr + of_head[:, None] * VALUE + v_at[None, :], mask=wanted_v, other=0.0)
+        values = tl.load(values_ptr + of_head[None, :] * VALUE + v_at[:, None], mask=wanted_v, other=0.0)
         scores = tl.load(scores_ptr + of_head[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0)
         lines = (qkv_ptr + line * WIDTH)[:, None]
         q = tl.load(lines + key_head * KEY + k_at[None, :], mask=wanted_k, other=0.0).to(tl.float32)
@@ -131,16 +133,16 @@ def gdn_scan_kernel(
         k_factor = tl.load(factors_ptr + of_head * 3 + 1, mask=inside, other=0.0)
         past = tl.load(factors_ptr + of_head * 3 + 2, mask=inside, other=0.0)
         total = tl.load(factors_ptr + last * 3 + 2)
-        held = tl.trans(state).to(DTYPE)
-        learned = values.to(tl.float32) - tl.dot(keys, held, input_precision="ieee")
+        held = state.to(DTYPE)
+        learned = values.to(tl.float32) - tl.dot(held, tl.trans(keys), input_precision="ieee")
         reading = (q * (q_factor * tl.exp(past))[:, None]).to(DTYPE)
-        out = tl.dot(reading, held, input_precision="ieee")
-        out += tl.dot(scores, learned.to(DTYPE), input_precision="ieee")
-        at = out_ptr + of_head[:, None] * VALUE + v_at[None, :]
+        out = tl.dot(held, tl.trans(reading), input_precision="ieee")
+        out += tl.dot(learned.to(DTYPE), tl.trans(scores), input_precision="ieee")
+        at = out_ptr + of_head[None, :] * VALUE + v_at[:, None]
         tl.store(at, out.to(DTYPE), mask=wanted_v)
-        kept = (learned * tl.where(inside, tl.exp(total - past), 0.0)[:, None]).to(DTYPE)
+        kept = (learned * tl.where(inside, tl.exp(total - past), 0.0)[None, :]).to(DTYPE)
         k = (k * k_factor[:, None]).to(DTYPE)
-        state = state * tl.exp(total) + tl.dot(tl.trans(kept), k, input_precision="ieee")
+        state = state * tl.exp(total) + tl.dot(kept, k, input_precision="ieee")
     tl.store(tile, state, mask=in_tile)
 
 

@@ -39,6 +39,7 @@ from lora.versions import AdapterVersion
 
 if TYPE_CHECKING:
     from lora.kernel_step import KernelStep, Variant
+    from lora.stack import Stack, StackRoom
 
 _KINDS: dict[type[AdapterError], type[SparkrollError]] = {
     InvalidAdapter: InvalidRequest,
@@ -86,8 +87,9 @@ class PreparedAdapter:
 
 
 class Adapters:
-    """`fused` says that steps are made of kernels. `on_publish(old, new)` lets running requests follow, before the
-    old version may end."""
+    """`fused` says that steps are made of kernels; those that are captured take first factors from the `room` behind
+    the model's weights, where there is some. `on_publish(old, new)` lets running requests follow, before the old
+    version may end."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Adapters:
         cache: PrefixCache,
         deterministic: bool,
         fused: bool,
+        room: StackRoom | None = None,
     ) -> None:
         for field, most in LIMITS.items():
             if not 1 <= getattr(config, field) <= most:
@@ -113,6 +116,8 @@ class Adapters:
         self._deterministic = deterministic
         self._fused = fused
         self._registry = Registry(config.host_mib << 20, self._freed)
+        self._stack_room = room
+        self._stack: Stack | None = None
         self._slab: Slab | None = None
         self._residency: Residency | None = None
         self._use: AdapterUse | None = None
@@ -240,7 +245,7 @@ class Adapters:
         """Which captured step serves rows of these slots."""
         from lora.kernel_step import Variant
 
-        return Variant.of(self.residency.pool, slots_T, self._deterministic)
+        return Variant.of(self.residency.pool, slots_T, self._deterministic, self._made_stack())
 
     def uneven_variant(self, slots: np.ndarray, rows: int) -> Variant:
         """The same for `rows` rows of which nobody knows how many belong to each of these slots."""
@@ -252,7 +257,8 @@ class Adapters:
         """A step to be captured, of rows of the base until it is filled."""
         from lora.kernel_step import KernelStep
 
-        step = KernelStep(self.residency.pool, np.full(rows, BASE, dtype=np.int64), self._deterministic, variant)
+        slots_T = np.full(rows, BASE, dtype=np.int64)
+        step = KernelStep(self.residency.pool, slots_T, self._deterministic, variant, self._made_stack())
         assert step.tiles.num_tiles == variant.tiles, "tables are filled before anything is captured"
         return step
 
@@ -292,6 +298,13 @@ class Adapters:
             self._residency.check()
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _made_stack(self) -> Stack | None:
+        if self._stack is None and self._stack_room is not None:
+            from lora.stack import Stack
+
+            self._stack = Stack(self.residency.pool, self._stack_room)
+        return self._stack
 
     def _same_base(self, module: str, tensor: torch.Tensor) -> bool:
         weight = self._model.base_weight(module)

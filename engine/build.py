@@ -49,6 +49,7 @@ from engine.metrics import EngineCounters
 from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
 from engine.models.spec import DTYPES, ModelSpec, read_spec
+from engine.models.stacked import room_rows, stack_room, stacked_ranks
 from engine.runner.layer_split import SplitRunner
 from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.sampler import Sampler
@@ -103,13 +104,14 @@ def build_parts(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    arena = WeightArena(lambda device: build_model(spec, dtype, device), device)
+    behind = stacked_ranks(config, spec)
+    arena = WeightArena(lambda device: build_model(spec, dtype, device), device, room=room_rows(behind))
     model = arena.model
     fill(model)
     drafter = load_drafter(config.dspark, model, device)
     draft = None if drafter is None else drafter.kv
-    room = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
-    config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=room))
+    mib = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
+    config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=mib))
     drafting = _draft_shape(config, drafter)
     window = paged_window(spec.attending, config.cache.window_tokens)
     ring_bytes = 0 if drafting is None else ReplayLayout.of(spec, dtype, 1, drafting.drafts).ring_bytes
@@ -167,7 +169,8 @@ def build_parts(
         speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
     fused = isinstance(runner, FusedRunner)
     stores = [each for each in (pool, draft_pool, state_pool) if each is not None]
-    adapters = Adapters(config.adapters, model, dtype, device, cache, config.deterministic, fused)
+    room = stack_room(arena, behind)
+    adapters = Adapters(config.adapters, model, dtype, device, cache, config.deterministic, fused, room)
     return Parts(
         config=config,
         device=device,

@@ -6,7 +6,7 @@ get there (`lora.kernels.stack`) and who reads the products.
 What a product costs is reading its weight, so a few more rows of it cost little, and launches of their own
 much. There is room for some ranks a part: for several adapters of few ranks, or fewer of more. An adapter is
 known by its load, not by its slot, so that whoever was in a slot before is never taken for who is now; and
-what lies behind weights is gone when their memory was given back (`releases` counts how often).
+what lies behind weights is gone when their memory was given back.
 
 Shapes: S slots, M moves.
 """
@@ -14,6 +14,7 @@ Shapes: S slots, M moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,18 +25,24 @@ from lora.kernels.stack import Rooms, stack_factors
 MOST_PLACES = 8
 
 
-class Stack:
-    """`ranks` of each part fit behind the weights `wide`. `places_S` int32 is each slot's place, -1 without one."""
+@dataclass(frozen=True, slots=True)
+class StackRoom:
+    """`ranks` of each part fit behind the weights: `wide` are those with the room, [N + room, K], by site.
+    `releases` says how often their memory was given back so far."""
 
-    def __init__(
-        self, pool: DevicePool, wide: Mapping[int, torch.Tensor], ranks: int, releases: Callable[[], int]
-    ) -> None:
+    wide: Mapping[int, torch.Tensor]
+    ranks: int
+    releases: Callable[[], int]
+
+
+class Stack:
+    """`places_S` int32 is each slot's place, -1 without one."""
+
+    def __init__(self, pool: DevicePool, room: StackRoom) -> None:
         self.pool = pool
-        self._ranks = ranks
-        self._rooms = Rooms(pool, wide)
-        self._wide = wide
-        self._releases = releases
-        self._seen = releases()
+        self._room = room
+        self._rooms = Rooms(pool, room.wide)
+        self._seen = room.releases()
         self._rank = 0
         self._loads: list[int | None] = []
         """By place, which load's factors are there."""
@@ -48,21 +55,21 @@ class Stack:
     def places_for(self, slots: int, rank: int) -> int:
         """How many places a step of so many adapters takes: 1, 2, 4, 8, so that few kinds of steps exist; 0 where
         there is not room for all of them."""
-        room = min(MOST_PLACES, self._ranks // rank)
+        room = min(MOST_PLACES, self._room.ranks // rank)
         found = 1 << (slots - 1).bit_length()
         return found if slots and room > 1 and found <= room else 0
 
     def weight(self, site: int, places: int, rank: int) -> torch.Tensor:
         """The weight of a site's product with so many places behind it."""
         widths = self.pool.geometry.widths(site)
-        return self._wide[site][: sum(widths) + places * len(widths) * rank]
+        return self._room.wide[site][: sum(widths) + places * len(widths) * rank]
 
     def ensure(self, slots: Collection[int], places: int, rank: int) -> None:
         """Have these slots' first factors in the first `places`, for launches from here on. Adapters have been
         awaited. Those used last stay where there is room."""
-        if rank != self._rank or self._seen != self._releases():
-            self._rank, self._seen = rank, self._releases()
-            room = min(MOST_PLACES, self._ranks // rank)
+        if rank != self._rank or self._seen != self._room.releases():
+            self._rank, self._seen = rank, self._room.releases()
+            room = min(MOST_PLACES, self._room.ranks // rank)
             self._loads, self._used = [None] * room, [0] * room
         assert len(slots) <= places <= len(self._loads), f"{len(slots)} adapters, {places} places"
         wanted = {self.pool.load_number(slot): slot for slot in sorted(slots)}

@@ -140,8 +140,8 @@ def adapted_gate(
     block: int | None = None,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, Adapted | None]:
-    """[T, I] of [T, 2I] with what stands behind it, and the first product at `next_site` where there is one. With `squares_TP` of a
-    norm over `width` values, gates, ups and the adapters' first product lack its factor."""
+    """[T, I] of [T, 2I] with what stands behind it, and the first product at `next_site` where there is one. With
+    `squares_TP` of a norm over `width` values, gates, ups and the adapters' first product lack its factor."""
     tokens, (inner, _) = gate_up_T2I.shape[0], step.pool.geometry.widths(adapted.site)
     pool, tiles, variant = step.pool, step.tiles, step.variant
     h_PGAR, rank = adapted.h_PGAR, variant.rank

@@ -79,7 +79,8 @@ def _rotated(first, second, sign_cos, sign_sin, dtype: tl.constexpr):
 def adapted_rope_kernel(
     qkv_ptr, bias_ptr, squares_ptr, h_ptr, kv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
     slots_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, sites, h_rows,
-    stride, eps, head_eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
+    stride, eps, head_eps,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
     SQUARES: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

@@ -84,7 +84,8 @@ def adapted_sum_reference(
 def adapted_sum_kernel(
     y_ptr, residual_ptr, weight_ptr, out_ptr, squares_ptr, h_ptr, next_h_ptr,
     values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
-    y_stride, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
+    y_stride,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PLANES: tl.constexpr, PARTS: tl.constexpr,
     WIDE: tl.constexpr, NEXT_PLANES: tl.constexpr, ADD: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr,
     STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

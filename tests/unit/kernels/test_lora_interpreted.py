@@ -22,7 +22,7 @@ from lora.kernels.expand import lora_expand, lora_expand_reference
 from lora.kernels.shrink import lora_shrink, lora_shrink_reference, workspace_shape
 from lora.kernels.stack import Rooms, stack_factors_reference
 from lora.segments import Segments, Tiles
-from lora.stack import Stack
+from lora.stack import Stack, StackRoom
 from lora.step import LoopStep
 from tests.support import make_engine, prompt, reference_greedy
 from tests.unit.engine.lora_cases import ask_with, greedy_of, logprobs_of, save_adapter
@@ -169,7 +169,7 @@ def stacked_step(adapters: DevicePool, slots: np.ndarray) -> tuple[KernelStep, d
     for site in range(1, 5):
         widths = GEOMETRY.widths(site)
         wide[site] = torch.randn(sum(widths) + 128 * len(widths), GEOMETRY.inputs(site), generator=source)
-    stack = Stack(adapters, wide, 128, lambda: 0)
+    stack = Stack(adapters, StackRoom(wide, 128, lambda: 0))
     variant = Variant.of(adapters, slots, stack=stack)
     assert variant.stacked == 4 and variant.rank == 32 and variant.mixed and variant.biased
     return KernelStep(adapters, slots, variant=variant, stack=stack), wide
@@ -299,7 +299,7 @@ def test_steps_of_many_policies_are_replayed(t_full, tmp_path):
         assert sample.ids.tolist() == greedy_of(t_full, folders["linear"], prompt(9), 2)
         assert {span.adapter_rev for span in sample.spans} == {1}
     variants = {variant for _, _, _, variant in stepper._captured}
-    assert not serial and variants and None not in variants
+    assert not serial and variants and None not in variants and all(variant.stacked for variant in variants)
     engine.generate([ask_with(None, "alone", prompt(5), max_new=2)])
     assert None in {variant for _, _, _, variant in stepper._captured}
     engine.check()

@@ -68,10 +68,10 @@ def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShap
     """What captured rounds of speculation hold for their largest tiers: verify rows' activations, logits, states of
     shared prefixes and sampling scratch, and the drafter's block."""
     verify = tiers_of_verify_rows(rows, draft.drafts)[-1]
-    logits, state = spec.vocab_size * dtype.itemsize, 4 * spec.num_heads * (spec.head_dim + 1)
-    total = verify * (_activations(spec, dtype) + logits + state) + _sampling_bytes(max(rows, verify), spec.vocab_size)
+    logits = spec.vocab_size * dtype.itemsize
+    total = verify * (_activations(spec, dtype) + logits + _state(spec)) + _sampling_bytes(max(rows, verify), spec.vocab_size)
     if draft.shape is not None:
-        total += rows * draft.block * (_activations(draft.shape, dtype) + logits)
+        total += rows * draft.block * (_activations(draft.shape, dtype) + logits + _state(draft.shape))
     if draft.rejection:
         total += rows * spec.vocab_size * 4
     return Share("rounds", rows, "rows", -(-total // rows), f"{verify} verify rows and {draft.drafts} drafts a row")
@@ -92,13 +92,18 @@ def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _prefix_states(spec: ModelSpec, rows: int, context: int, deterministic: bool) -> Share:
-    """Partial results of rows' pieces, each a mean and a log-sum-exp of every head in fp32."""
-    state = 4 * spec.num_heads * (spec.head_dim + 1)
+    """Partial results of rows' pieces."""
+    state = _state(spec)
     if deterministic:
         count = max(1, whole_pieces(context)) + FIXED_SPLITS
         return Share("prefix_states", rows, "rows", count * state, f"{count} fixed pieces of a context, deterministic")
     pieces = max(2, min(64, STATE_BYTES // max(1, rows * state)))
     return Share("prefix_states", rows, "rows", (pieces + 2) * state, f"{pieces} pieces of shared prefixes a row")
+
+
+def _state(spec: ModelSpec) -> int:
+    """Of a query over some tokens: a mean and a log-sum-exp of every head in fp32."""
+    return 4 * spec.num_heads * (spec.head_dim + 1)
 
 
 def _sampling_bytes(rows: int, vocab_size: int) -> int:

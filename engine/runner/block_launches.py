@@ -16,6 +16,7 @@ from typing import cast
 import torch
 
 from engine.attention.triton import TritonAttention
+from engine.batch import SharedPrefix
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.block_model import DraftLayer
 from engine.dspark.heads import MarkovHead
@@ -37,7 +38,7 @@ from engine.runner.round_plan import RoundModes
 
 class BlockLaunches:
     """`block` are the inputs that `open_rows` fills, or `pack_blocks` for `tokens` tokens of packed blocks; at most
-    `drafts` drafts of a row are made."""
+    `drafts` drafts of a row are made. Where rows are `shared`, `share` says what they have in common."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class BlockLaunches:
         modes: RoundModes,
         drafts: int,
         tokens: int = 0,
+        shared: bool = False,
     ) -> None:
         model, device, rows = drafter.model, drafter.pool.device, page_tables_BP.shape[0]
         spec, shape = model.spec, model.spec.backbone
@@ -60,9 +62,10 @@ class BlockLaunches:
         self._model, self._pool, self._attention, self._forward = model, drafter.pool, attention, forward
         self._table, self._modes, self._drafts = table, modes, drafts
         block = self.block
-        self._plan = attention.plan_round_buffers(
-            page_tables_BP, block.seq_lens_B, block.starts_B1, spec.block, drafter.pool, at_end=True
-        )
+        # Where a block stands matters to windows alone.
+        ends_T = block.positions_T if shared and not any(layer.window for layer in shape.layers) else None
+        places = page_tables_BP, block.seq_lens_B, block.starts_B1
+        self._plan = attention.plan_round_buffers(*places, spec.block, drafter.pool, at_end=True, ends_R=ends_T)
         self._qkv = QKVShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self._out_TNH = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device)
 
@@ -83,6 +86,11 @@ class BlockLaunches:
             None if head is None else numbers(rows, drafts, dtype=torch.float32),
             numbers(rows, drafts, dtype=torch.float32) if modes.rule == "rejection" else None,
         )
+
+    def share(self, prefixes: list[SharedPrefix]) -> None:
+        """What rows share from now on."""
+        if self._plan.shared is not None:
+            self._plan.shared.set(prefixes, len(self.block.ids_T) / len(self.block.slots_B))
 
     def sample_with(self, workspace: SampleWorkspace, edits: EditColumns | None) -> None:
         """What drafts are drawn with: scratch, and the edits that rows ask for."""
@@ -187,6 +195,8 @@ class BlockLaunches:
         eps = model.spec.backbone.rms_eps
         layers = [cast(DraftLayer, layer) for layer in model.layers]
         norms = [layer.input_layernorm.weight for layer in layers[1:]] + [model.norm.weight]
+        if self._plan.shared is not None:
+            self._plan.shared.list()
         residual_TD, x = forward.embed(self.block.ids_T, InputNorm(layers[0].input_layernorm.weight, eps))
         few = forward.kind(residual_TD) is Rows.FEW
         for index, layer in enumerate(layers):

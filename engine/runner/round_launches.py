@@ -174,7 +174,7 @@ class RoundLaunches:
             drafter = parts.speculation.drafter
             assert isinstance(drafter, BlockDrafter)
             given = (drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts)
-            self._drafter = BlockLaunches(*given, tokens=draft_tokens)
+            self._drafter = BlockLaunches(*given, tokens=draft_tokens, shared=shared)
             self._drafter.sample_with(scratch.sampling, self._edits)
             self._drafts_BG = self._drafter.notes.ids_BG
         else:
@@ -197,6 +197,8 @@ class RoundLaunches:
         """What rows share from now on, of about `queries` verify rows each."""
         if self._plan.shared is not None:
             self._plan.shared.set(prefixes, queries)
+        if self._drafter is not None:
+            self._drafter.share(prefixes)
 
     def __call__(self) -> None:
         inputs, parts, rows = self.inputs, self._parts, self._verify

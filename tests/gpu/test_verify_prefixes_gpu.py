@@ -13,7 +13,7 @@ from tests.gpu.test_engine_gpu import assert_equal
 from tests.gpu.test_rounds_gpu import FIELDS, speculating
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.served import save_random, timeless
-from tests.unit.kernels.attention_checks import VerifyRounds
+from tests.unit.kernels.attention_checks import VerifyRounds, check_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -51,6 +51,12 @@ def test_one_captured_round_serves_any_queries_and_prefixes(layer: dict) -> None
             buffers.out_RNH.fill_(float("nan"))
             graph.replay()
             close(buffers.out_RNH[: sum(queries)], scene.expected())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2e-2), (torch.float32, 5e-6)])
+def test_blocks_share_what_verify_rows_do(dtype: torch.dtype, tolerance: float) -> None:
+    scene = Scene(make_spec(64, 2, 4, {}), [600] * 6, [0] * 6, 16, dtype)
+    check_blocks(scene.pool, scene.spec, scene.tables, 512, tolerance)
 
 
 @pytest.mark.parametrize("mode", ["static", "compact"])

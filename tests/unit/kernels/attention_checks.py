@@ -95,11 +95,31 @@ def check_verify_pieces(device: torch.device) -> None:
         assert (pieces_X8[len(expected) :] == -7).all()
 
 
+def check_blocks(pool: KVPool, spec: ModelSpec, tables_BP: torch.Tensor, common: int, tolerance: float) -> None:
+    """A drafter's blocks, which see all of their rows, beside a row without one; five of six rows have `common`
+    tokens in common."""
+    queries, prefixes = [5, 2, 0, 3, 5, 4], [SharedPrefix(0, 5, common // pool.page_size)]
+    lengths = [common + 5, common + 17, 0, common + 29, common + 28, common - 3]
+    buffers = VerifyRounds(spec, pool, tables_BP.shape[1], 6, 24, each=5, at_end=True)
+    tables_BP[:5, : prefixes[0].num_pages] = tables_BP[0, : prefixes[0].num_pages].clone()
+    buffers.fill(tables_BP, lengths, queries, prefixes)
+    noise = torch.Generator().manual_seed(0)
+    buffers.q_RNH.copy_(torch.randn(buffers.q_RNH.shape, generator=noise))
+    buffers.launch(plain=True)
+    expected_RNH = buffers.out_RNH[: sum(queries)].clone()
+    assert expected_RNH.any(-1).all()
+    buffers.launch()
+    assert buffers.plan.shared is not None and int(buffers.plan.shared.count_1) > 0
+    torch.testing.assert_close(buffers.out_RNH[: sum(queries)], expected_RNH, atol=tolerance, rtol=0)
+
+
 class VerifyRounds:
     """The buffers of a captured round of up to `rows` rows of up to `each` queries, `most` in all, which share
-    prefixes."""
+    prefixes. With `at_end` they are a drafter's blocks."""
 
-    def __init__(self, spec: ModelSpec, pool: KVPool, columns: int, rows: int, most: int, each: int = 16) -> None:
+    def __init__(
+        self, spec: ModelSpec, pool: KVPool, columns: int, rows: int, most: int, each: int = 16, at_end: bool = False
+    ) -> None:
         self._backend = TritonAttention(spec)
         self._pool = pool
 
@@ -108,7 +128,7 @@ class VerifyRounds:
 
         self._tables_BP = column(rows * columns).view(rows, columns)
         self._lens_B, self._starts_B1, self._ends_R = column(rows), column(rows + 1), column(most, torch.int64)
-        given = (self._tables_BP, self._lens_B, self._starts_B1, each, pool)
+        given = (self._tables_BP, self._lens_B, self._starts_B1, each, pool, at_end)
         self.plan = self._backend.plan_round_buffers(*given, ends_R=self._ends_R)
         shape = (most, spec.num_heads, spec.head_dim)
         self.q_RNH = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
@@ -133,7 +153,13 @@ class VerifyRounds:
             assert self.plan.shared is not None
             assert self.plan.shared.set(prefixes, tokens / rows) == len(prefixes)
 
-    def launch(self, sink_N: torch.Tensor | None = None) -> None:
-        assert self.plan.shared is not None
-        self.plan.shared.list()
+    def launch(self, sink_N: torch.Tensor | None = None, plain: bool = False) -> None:
+        """`plain` reads everything row by row."""
+        shared = self.plan.shared
+        assert shared is not None
+        if plain:
+            self.plan.shared = None
+        else:
+            shared.list()
         self._backend.run_prefill(self.q_RNH, self._pool.tokens(0), self.plan, self.out_RNH, 0, sink_N)
+        self.plan.shared = shared

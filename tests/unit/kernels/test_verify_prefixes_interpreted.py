@@ -11,7 +11,7 @@ from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.served import save_random
-from tests.unit.kernels.attention_checks import VerifyRounds, check_verify_pieces
+from tests.unit.kernels.attention_checks import VerifyRounds, check_blocks, check_verify_pieces
 from tests.unit.kernels.test_attention_interpreted import LAYERS, Scene, make_spec
 from tests.unit.kernels.test_rounds_interpreted import assert_same, device_engine
 
@@ -76,6 +76,12 @@ def test_prefixes_in_several_pieces_and_split_rows() -> None:
     torch.testing.assert_close(buffers.out_RNH, expected, atol=2e-5, rtol=0)
     assert buffers.plan.splits > 1 and buffers.plan.shared.before.parts_B.tolist() == [4, 4]
     assert not buffers.plan.arrived_XK.any()
+
+
+@slow
+def test_blocks_share_what_verify_rows_do() -> None:
+    scene = Scene(make_spec(), [61] * 6, [0] * 6, 4)
+    check_blocks(scene.pool, scene.spec, scene.tables, 32, 2e-6)
 
 
 def test_batches_share_what_pays(monkeypatch) -> None:

@@ -69,7 +69,8 @@ def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShap
     shared prefixes and sampling scratch, and the drafter's block."""
     verify = tiers_of_verify_rows(rows, draft.drafts)[-1]
     logits = spec.vocab_size * dtype.itemsize
-    total = verify * (_activations(spec, dtype) + logits + _state(spec)) + _sampling_bytes(max(rows, verify), spec.vocab_size)
+    total = verify * (_activations(spec, dtype) + logits + _state(spec))
+    total += _sampling_bytes(max(rows, verify), spec.vocab_size)
     if draft.shape is not None:
         total += rows * draft.block * (_activations(draft.shape, dtype) + logits + _state(draft.shape))
     if draft.rejection:

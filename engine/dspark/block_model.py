@@ -146,8 +146,7 @@ class BlockDrafterModel(nn.Module):
 
     def base_logits(self, hidden_BGD: torch.Tensor, ends: SharedEnds) -> torch.Tensor:
         """Logits [B, G', V] before the Markov head, in the head's dtype; -inf outside a reduced vocabulary."""
-        logits_BGV = ends.head(hidden_BGD.flatten(0, 1)).unflatten(0, hidden_BGD.shape[:2])
-        return logits_BGV if self.cut is None else logits_BGV.index_fill(-1, self.cut, float("-inf"))
+        return self._base_rows(hidden_BGD, ends).unflatten(0, hidden_BGD.shape[:2])
 
     def teacher_forced(
         self, hidden_BGD: torch.Tensor, previous_BG: torch.Tensor, ends: SharedEnds, detach_confidence: bool = False
@@ -157,12 +156,14 @@ class BlockDrafterModel(nn.Module):
         `previous_BG` starts with the anchor. With `detach_confidence` no gradient of the confidence
         reaches backbone or Markov head.
         """
-        logits_BGV = self.base_logits(hidden_BGD, ends)
+        logits_RV = self._base_rows(hidden_BGD, ends)
         embedded_BGR = None
         if self.markov_head is not None:
             embedded_BGR = self.markov_head.embed(previous_BG)
-            logits_BGV = logits_BGV + self.markov_head.bias(self.markov_head.codes(embedded_BGR, hidden_BGD))
-        return logits_BGV, self._confidence(hidden_BGD, embedded_BGR, detach_confidence)
+            codes_BGR = self.markov_head.codes(embedded_BGR, hidden_BGD)
+            logits_RV = self.markov_head.biased(logits_RV, codes_BGR.flatten(0, 1))
+        confidence_BG = self._confidence(hidden_BGD, embedded_BGR, detach_confidence)
+        return logits_RV.unflatten(0, hidden_BGD.shape[:2]), confidence_BG
 
     @torch.no_grad()
     def draw(
@@ -186,6 +187,10 @@ class BlockDrafterModel(nn.Module):
             ids.append(previous_B)
         confidence_BG = None if self.confidence_head is None else torch.stack(confidences, dim=1)
         return torch.stack(ids, dim=1), logits_BGV, confidence_BG
+
+    def _base_rows(self, hidden_BGD: torch.Tensor, ends: SharedEnds) -> torch.Tensor:
+        logits_RV = ends.head(hidden_BGD.flatten(0, 1))
+        return logits_RV if self.cut is None else logits_RV.index_fill(-1, self.cut, float("-inf"))
 
     def _confidence(self, hidden: torch.Tensor, embedded: torch.Tensor | None, detach: bool) -> torch.Tensor | None:
         if self.confidence_head is None:

@@ -55,6 +55,12 @@ class MarkovHead(nn.Module):
         """[..., V] in the weights' dtype."""
         return F.linear(code, self.w2)
 
+    def biased(self, logits_BV: torch.Tensor, code_BR: torch.Tensor) -> torch.Tensor:
+        """Logits and bias, summed in fp32 and rounded once, in place where both have one dtype."""
+        if logits_BV.dtype != self.w2.dtype:
+            return logits_BV + self.bias(code_BR)
+        return logits_BV.addmm_(code_BR, self.w2.t())
+
 
 class GatedMarkovHead(MarkovHead):
     """The code is damped, value by value, by a gate that sees the slot: σ(Wg [h; e] + b) ⊙ e."""

@@ -16,7 +16,7 @@ import torch
 
 from engine.build import Parts, load_parts
 from engine.config import describe
-from engine.dspark.block_model import BlockDrafterModel, shared_ends
+from engine.dspark.block_model import BlockDrafterModel
 from engine.dspark.block_spec import check_fits, drafter_spec_from_config
 from engine.dspark.scaling import StoredScaling
 from engine.errors import InvalidRequest
@@ -38,6 +38,7 @@ from recipes.train_drafter.prompts import make_prompts
 from recipes.train_drafter.ranks import Clock, Ranks
 from recipes.train_drafter.target import Target, find_target
 from recipes.train_drafter.training import train
+from trainer_bridge.drafter.ends import training_ends
 from trainer_bridge.drafter.export import DrafterCard, export_drafter, load_drafter
 from trainer_bridge.drafter.feature_cache import CacheOrigin
 from trainer_bridge.drafter.features import FeatureScorer
@@ -74,7 +75,7 @@ class DrafterRun:
             hidden=drafter.backbone.hidden,
             dtype=str(self.parts.model.dtype).removeprefix("torch."),
         )
-        self.ends = shared_ends(self.parts.model)
+        self.ends = training_ends(self.parts.model)
 
     def dry_run(self) -> dict[str, Any]:
         """What the run would take; makes nothing but a target that does not exist yet."""

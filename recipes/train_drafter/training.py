@@ -65,6 +65,7 @@ def _measure(
     """Every rank measures all of them: they are few, and the answer is the same."""
     sums = DraftSums(trainer.model.spec.num_drafts, trainer.model.fc.device)
     trainer.evaluate(held_out, sums)
+    sums = sums.on_host()
     values = {
         "held_out/accept_length": sums.accept_length(),
         "held_out/accepted": sums.overall("accepted"),

@@ -24,10 +24,11 @@ def eligible(mask_T: np.ndarray, block: int, context_len: int) -> np.ndarray:
     return anchors[anchors + block <= context_len]
 
 
-def counted(mask_T: np.ndarray, anchors_A: np.ndarray, drafts: int) -> np.ndarray:
-    """bool [A, G]: draft k of the block at a counts while tokens a + 1 .. a + 1 + k are all supervised."""
+def counted(mask_T: np.ndarray, anchors_A: np.ndarray, drafts: int, ends_A: np.ndarray | None = None) -> np.ndarray:
+    """bool [A, G]: draft k of the block at a counts while tokens a + 1 .. a + 1 + k are all supervised. The mask may
+    be that of several sequences back to back; each anchor's then ends at `ends_A`."""
     places_AG = anchors_A[:, None] + 1 + np.arange(drafts)
-    inside_AG = places_AG < len(mask_T)
+    inside_AG = places_AG < (len(mask_T) if ends_A is None else ends_A[:, None])
     supervised_AG = inside_AG & mask_T[np.where(inside_AG, places_AG, 0)]
     return np.logical_and.accumulate(supervised_AG, axis=1)
 

@@ -21,6 +21,7 @@ from engine.errors import InvalidRequest
 from trainer_bridge.drafter.anchors import counted
 from trainer_bridge.drafter.features import FeatureExample
 from trainer_bridge.drafter.packed_attention import packed_attention
+from trainer_bridge.drafter.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,27 @@ class Blocks:
         return model.hidden(self.previous_AG[:, 0], self.anchors_A, ends, attend)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Sequences back to back, T tokens in all; anchors and the ends of their sequences count from the first."""
+
+    ids_T: np.ndarray
+    mask_T: np.ndarray
+    anchors_A: np.ndarray
+    ends_A: np.ndarray
+
+
+def join(chosen: Sequence[tuple[FeatureExample, np.ndarray]]) -> Joined:
+    lengths = np.array([item.example.num_tokens for item, _ in chosen])
+    ends, counts = lengths.cumsum(), np.array([len(anchors_A) for _, anchors_A in chosen])
+    return Joined(
+        ids_T=np.concatenate([item.example.ids for item, _ in chosen]),
+        mask_T=np.concatenate([item.example.mask for item, _ in chosen]),
+        anchors_A=np.concatenate([anchors_A for _, anchors_A in chosen]) + np.repeat(ends - lengths, counts),
+        ends_A=np.repeat(ends, counts),
+    )
+
+
 def make_blocks(
     spec: BlockDrafterSpec,
     chosen: Sequence[tuple[FeatureExample, np.ndarray]],
@@ -60,35 +82,37 @@ def make_blocks(
     """Blocks at the chosen anchors of each example. Context after an example's last anchor is left out:
     nobody may see it."""
     check_features(spec, [item for item, _ in chosen])
-    features, positions, anchors, previous, labels, counts, states = ([] for _ in range(7))
-    for item, anchors_A in chosen:
-        length = int(anchors_A.max())
-        ids = item.example.ids.astype(np.int64)
-        steps = anchors_A[:, None] + np.arange(spec.num_drafts)
-        counted_AG = counted(item.example.mask, anchors_A, spec.num_drafts)
-        last = len(ids) - 1
-        features.append(item.features_TMD[:length])
-        positions.append(np.arange(length))
-        anchors.append(anchors_A)
-        previous.append(ids[np.minimum(steps, last)])
-        labels.append(np.where(counted_AG, ids[np.minimum(steps + 1, last)], 0))
-        counts.append(counted_AG)
-        if item.last_TD is not None:
-            places = torch.from_numpy(np.minimum(steps, last)).to(item.last_TD.device)
-            states.append(item.last_TD[places].to(device))
-
-    def joined(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
+    sizes = tuple((len(anchors_A), int(anchors_A.max())) for _, anchors_A in chosen)
+    contexts = np.array([context for _, context in sizes])
+    joined = join(chosen)
+    steps_AG = joined.anchors_A[:, None] + np.arange(spec.num_drafts)
+    counted_AG = counted(joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A)
+    last_A1 = joined.ends_A[:, None] - 1
+    places_AG = np.minimum(steps_AG, last_A1)
+    labels_AG = np.where(counted_AG, joined.ids_T[np.minimum(steps_AG + 1, last_A1)], 0)
+    numbers = (
+        np.arange(contexts.sum()) - np.repeat(contexts.cumsum() - contexts, contexts),
+        np.concatenate([anchors_A for _, anchors_A in chosen]),
+        joined.ids_T[places_AG],
+        labels_AG,
+        counted_AG,
+        places_AG,
+    )
+    positions, anchors, previous, labels, counts, places = send(numbers, device)
+    features = [item.features_TMD[:context] for (item, _), context in zip(chosen, contexts, strict=True)]
+    lasts = [item.last_TD for item, _ in chosen if item.last_TD is not None]
+    states_AGD = None
+    if len(lasts) == len(chosen):
+        states_AGD = torch.cat(lasts).to(device).index_select(0, places.flatten()).unflatten(0, places.shape)
     return Blocks(
-        features_CMD=torch.cat([part.to(device) for part in features]),
-        positions_C=joined(positions),
-        anchors_A=joined(anchors),
-        previous_AG=joined(previous),
-        labels_AG=joined(labels),
-        counted_AG=joined(counts),
-        states_AGD=torch.cat(states) if len(states) == len(chosen) else None,
-        sizes=tuple((len(anchors_A), int(anchors_A.max())) for _, anchors_A in chosen),
+        features_CMD=torch.cat(features).to(device),
+        positions_C=positions,
+        anchors_A=anchors,
+        previous_AG=previous,
+        labels_AG=labels,
+        counted_AG=counts.bool(),
+        states_AGD=states_AGD,
+        sizes=sizes,
     )
 
 

@@ -13,8 +13,9 @@ that neither changes a gradient. A draft counts while all labels of its block up
 `l1` weighs the whole L1 distance, twice the total variation. A label outside a reduced vocabulary has
 no cross-entropy; it stays counted, and p keeps the mass it has there, which q can never match.
 
-Everything is computed in fp32 from logits, in chunks of blocks that are computed again in the backward
-pass: at most `chunk` blocks' [G, V] distributions exist at once.
+Everything is computed in fp32 from logits, in chunks of blocks, each of which goes forward and at once back to the
+drafter's states; their gradients then go through the backbone together. So nothing is computed twice, and at most
+`chunk` blocks' [G, V] logits exist at once.
 
 Shapes: A blocks, G drafts, V vocabulary, D hidden.
 """
@@ -24,12 +25,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InvalidRequest
 from trainer_bridge.drafter.blocks import Blocks
 from trainer_bridge.drafter.config import DraftLossConfig
+from trainer_bridge.drafter.row_terms import row_terms
 
 
 def draft_weights(config: DraftLossConfig, drafts: int, device: torch.device | str = "cpu") -> Tensor:
@@ -49,17 +50,24 @@ class DraftSums:
     def __init__(self, drafts: int, device: torch.device | str = "cpu") -> None:
         self.values_FG = torch.zeros(len(self.FIELDS), drafts, dtype=torch.float64, device=device)
 
-    def add(self, name: str, values_AG: Tensor, counted_AG: Tensor) -> None:
-        self.values_FG[self.FIELDS.index(name)] += torch.where(counted_AG, values_AG.double(), 0.0).sum(0)
+    def add(self, values: dict[str, Tensor], counted_AG: Tensor) -> None:
+        """[A, G] by name, "count" among them; others stay as they are."""
+        nothing_AG = torch.zeros_like(values["count"])
+        values_FAG = torch.stack([values.get(name, nothing_AG).detach().float() for name in self.FIELDS])
+        self.values_FG += torch.where(counted_AG, values_FAG, 0.0).sum(1, dtype=torch.float64)
+
+    def on_host(self) -> DraftSums:
+        """A copy to read from: every value of a copy on a device would be waited for by itself."""
+        copied = DraftSums(0)
+        copied.values_FG = self.values_FG.cpu()
+        return copied
 
     def mean(self, name: str) -> Tensor:
-        """float64 [G] on the CPU, NaN where nothing counted."""
-        values = self.values_FG.cpu()
-        return values[self.FIELDS.index(name)] / values[0]
+        """float64 [G], NaN where nothing counted."""
+        return self.values_FG[self.FIELDS.index(name)] / self.values_FG[0]
 
     def overall(self, name: str) -> float:
-        values = self.values_FG.cpu()
-        return float(values[self.FIELDS.index(name)].sum() / values[0].sum())
+        return float(self.values_FG[self.FIELDS.index(name)].sum() / self.values_FG[0].sum())
 
     def accept_length(self) -> float:
         """Expected tokens of a step, the bonus among them: 1 + the sum of mean survivals. Each mean is over the
@@ -88,34 +96,26 @@ def draft_loss(
     sums: DraftSums,
     chunk: int = 128,
 ) -> Tensor:
-    """This part's share of L with W = `divisor`; adds to `sums`."""
+    """This part's share of L with W = `divisor`, detached; adds to `sums` and, unless torch's gradients are switched
+    off, to the `grad` of the parameters that learn."""
     hidden_AGD = blocks.hidden(model, ends)
     weights_G = draft_weights(config, hidden_AGD.shape[1], hidden_AGD.device)
+    learns = torch.is_grad_enabled() and any(param.requires_grad for param in model.parameters())
     total = hidden_AGD.new_zeros((), dtype=torch.float32)
+    gradients = []
     for start in range(0, len(blocks), chunk):
         part = slice(start, start + chunk)
+        own_AGD = hidden_AGD.detach()[part].requires_grad_(learns and hidden_AGD.requires_grad)
         states_AGD = None if blocks.states_AGD is None else blocks.states_AGD[part]
         labels = (blocks.previous_AG[part], blocks.labels_AG[part], blocks.counted_AG[part])
-        # Sums are taken when the loss is: the second computation, in the backward pass, must not add again.
-        first = [True]
-
-        def terms(
-            hidden_AGD: Tensor,
-            labels: tuple[Tensor, Tensor, Tensor] = labels,
-            states_AGD: Tensor | None = states_AGD,
-            first: list[bool] = first,
-        ) -> Tensor:
-            seen = sums if first[0] else None
-            first[0] = False
-            return _terms(model, ends, hidden_AGD, labels, states_AGD, config, weights_G, seen)
-
-        if torch.is_grad_enabled():
-            value = checkpoint(terms, hidden_AGD[part], use_reentrant=False, preserve_rng_state=False)
-            assert isinstance(value, Tensor)
-        else:
-            value = terms(hidden_AGD[part])
-        total = total + value
-    return total / divisor
+        value = _terms(model, ends, own_AGD, labels, states_AGD, config, weights_G, sums) / divisor
+        if learns:
+            value.backward()
+            gradients.append(own_AGD.grad)
+        total += value.detach()
+    if learns and hidden_AGD.requires_grad:
+        hidden_AGD.backward(torch.cat(gradients))
+    return total
 
 
 def _terms(
@@ -126,37 +126,31 @@ def _terms(
     states_AGD: Tensor | None,
     config: DraftLossConfig,
     weights_G: Tensor,
-    sums: DraftSums | None,
+    sums: DraftSums,
 ) -> Tensor:
     """sum w_k l_k of some blocks."""
     previous_AG, labels_AG, counted_AG = labels
     logits_AGV, confidence_AG = model.teacher_forced(hidden_AGD, previous_AG, ends, config.detach_confidence)
-    log_q_AGV = torch.log_softmax(logits_AGV.float() / config.temperature, dim=-1)
-    picked_AG = log_q_AGV.gather(-1, labels_AG[..., None])[..., 0]
-    ce_AG = torch.where(counted_AG & picked_AG.isneginf(), 0.0, -picked_AG)
-    loss_AG = config.ce * ce_AG
-    accepted_AG = None
-    if states_AGD is not None and (config.needs_states or sums is not None):
+    target_RV = None
+    if states_AGD is not None:
         with torch.no_grad():
-            target_AGV = ends.head(states_AGD.flatten(0, 1)).unflatten(0, states_AGD.shape[:2]).float()
-            p_AGV = torch.softmax(target_AGV / config.temperature, dim=-1)
-        distance_AG = (log_q_AGV.exp() - p_AGV).abs().sum(-1)
+            target_RV = ends.head(states_AGD.flatten(0, 1))
+    terms = row_terms(logits_AGV.flatten(0, 1), target_RV, labels_AG.flatten(), config.temperature)
+    del logits_AGV, target_RV
+    ce_AG, distance_AG, agreed_AG = (
+        None if values_R is None else values_R.unflatten(0, labels_AG.shape) for values_R in terms
+    )
+    assert ce_AG is not None
+    loss_AG = config.ce * ce_AG
+    found = {"count": torch.ones_like(ce_AG), "ce": ce_AG}
+    if distance_AG is not None and agreed_AG is not None:
         accepted_AG = (1.0 - 0.5 * distance_AG).detach()
         loss_AG = loss_AG + config.l1 * distance_AG
-        if sums is not None:
-            agreed_AG = logits_AGV.detach().argmax(-1) == target_AGV.argmax(-1)
-            sums.add("agreed", agreed_AG, counted_AG)
-    if confidence_AG is not None and accepted_AG is not None and config.confidence:
-        bce_AG = F.binary_cross_entropy_with_logits(confidence_AG.float(), accepted_AG, reduction="none")
-        loss_AG = loss_AG + config.confidence * bce_AG
-        if sums is not None:
+        found |= {"accepted": accepted_AG, "survival": torch.cumprod(accepted_AG, dim=1), "agreed": agreed_AG}
+        if confidence_AG is not None and config.confidence:
+            bce_AG = F.binary_cross_entropy_with_logits(confidence_AG.float(), accepted_AG, reduction="none")
+            loss_AG = loss_AG + config.confidence * bce_AG
             gap_AG = torch.sigmoid(confidence_AG.detach().float()) - accepted_AG
-            for name, values_AG in (("bce", bce_AG.detach()), ("gap", gap_AG.abs()), ("bias", gap_AG)):
-                sums.add(name, values_AG, counted_AG)
-    if sums is not None:
-        sums.add("count", torch.ones_like(picked_AG.detach()), counted_AG)
-        sums.add("ce", ce_AG.detach(), counted_AG)
-        if accepted_AG is not None:
-            sums.add("accepted", accepted_AG, counted_AG)
-            sums.add("survival", torch.cumprod(accepted_AG, dim=1), counted_AG)
+            found |= {"bce": bce_AG, "gap": gap_AG.abs(), "bias": gap_AG}
+    sums.add(found, counted_AG)
     return torch.where(counted_AG, loss_AG * weights_G, 0.0).sum()

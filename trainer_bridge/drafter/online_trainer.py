@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from engine.build import Parts
-from engine.dspark.block_model import BlockDrafterModel, shared_ends
+from engine.dspark.block_model import BlockDrafterModel
 from engine.engine import Engine
 from engine.errors import Unsupported
 from trainer_bridge.drafter.config import OnlineConfig
+from trainer_bridge.drafter.ends import training_ends
 from trainer_bridge.drafter.export import published_tensors, resume_checkpoint, save_checkpoint
 from trainer_bridge.drafter.online import DriftLadder, ReplayBuffer, Response
 from trainer_bridge.drafter.recorder import RolloutRecorder
@@ -39,7 +40,7 @@ class OnlineTrainer:
         self.model = copy.deepcopy(served).requires_grad_(True)
         self.recorder = RolloutRecorder(parts.model, config.keep_every)
         engine.drafting.watch(self.recorder)
-        self.trainer = DrafterTrainer(self.model, shared_ends(parts.model), config.loss, config.optim, seed)
+        self.trainer = DrafterTrainer(self.model, training_ends(parts.model), config.loss, config.optim, seed)
         self.ladder = DriftLadder(config.drift)
         self.buffer = ReplayBuffer(config.replay_mib << 20, self.model.spec.num_drafts)
         self._publisher = Publisher(InProcessControl(engine), InProcessTransport(), module="drafter")

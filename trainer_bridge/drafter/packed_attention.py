@@ -4,35 +4,60 @@ Owns the padding of examples to one size and who sees whom in it: a block sees i
 its anchor and itself, never another block. The same as `engine.dspark.dense_attention` example by
 example, whose launches cost a GPU's host more than they compute. Ignores where keys come from.
 
-Shapes: E examples of a group, A blocks and C context tokens of all examples, B blocks and P context tokens of
-a group's largest, S = B * block slots, N query heads, K key/value heads, H head size, L layers.
+Examples of like size are a group, every group a stretch of one buffer of keys and values and of one of queries.
+Rows are scattered there, each to a place of its own, so that gradients come back by plain gathers: had padding
+been gathered, the gradients of thousands of copies of one row would be summed one after another.
+
+Shapes: E examples of a group, A blocks and C context tokens of all examples, T = A * block slots, P context
+tokens and S slots of a group's largest, W = P + S, N query heads, K key/value heads, H head size, L layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.dspark.block_model import Attend
 from engine.models.spec import ModelSpec
+from trainer_bridge.drafter.transfer import send
 
 _WASTE = 2.0
 """A group's examples differ at most by this in blocks and in context, so that padding costs less than launches."""
+_ALIGNED = 16
+"""A mask's rows have a multiple of so many values; torch would copy it to such rows for every layer."""
+_NOWHERE = 1 << 40
+"""The position of what is no context token: after every anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Examples padded to one size. `slots_ES` and `context_EP` say which block slot and context token lies where
-    (0 where none does), `kept_T` where the group's slots lie in [E * S], in order, and `to_T` whose they are."""
+    """`keys` and `queries` are its stretches [E * W] and [E * S] of the buffers."""
 
-    slots_ES: torch.Tensor
-    context_EP: torch.Tensor
-    kept_T: torch.Tensor
-    to_T: torch.Tensor
-    masks: dict[int | None, torch.Tensor]
+    examples: int
+    context: int
+    slots: int
+    keys: slice
+    queries: slice
+
+    @property
+    def wide(self) -> int:
+        return self.context + self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where every example's first context token, first own slot's key and first query lie."""
+
+    groups: list[_Group]
+    context: np.ndarray
+    keys: np.ndarray
+    queries: np.ndarray
 
 
 def packed_attention(
@@ -45,29 +70,42 @@ def packed_attention(
     sizes: Sequence[tuple[int, int]],
 ) -> Attend:
     """`attend` over given context keys and values; `sizes` are (blocks, context tokens) by example."""
+    places, heads = _lay_out(sizes, block), shape.num_heads // shape.num_kv_heads
+    contexts, slots = np.array([size[1] for size in sizes]), np.array([size[0] for size in sizes]) * block
+    numbers = _rows(places.context, contexts), _rows(places.keys, slots), _rows(places.queries, slots)
+    context_C, keys_T, queries_T = send(numbers, anchors_A.device)
+    num_keys, num_queries = places.groups[-1].keys.stop, places.groups[-1].queries.stop
+    anchors_Q = anchors_A.new_zeros(num_queries).index_copy(0, queries_T, anchors_A.repeat_interleave(block))
+    positions_W = positions_C.new_full((num_keys,), _NOWHERE).index_copy(0, context_C, positions_C)
     windows = {layer.window for layer in shape.layers}
-    groups = [_group(members, block, anchors_A, positions_C, sizes, windows) for members in _alike(sizes)]
-    order_T = torch.cat([group.to_T for group in groups]).argsort()
-    heads = shape.num_heads // shape.num_kv_heads
+    masks = [_masks(group, block, anchors_Q, positions_W, windows, k_LCKH.dtype) for group in places.groups]
+    kv_LCKH = torch.cat((k_LCKH, v_LCKH), dim=2)
+    padded_LWKH = kv_LCKH.new_zeros(len(kv_LCKH), num_keys, *kv_LCKH.shape[2:])
+    kv_L = padded_LWKH.index_copy(1, context_C, kv_LCKH).unbind(0)
 
     def attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, layer: int) -> torch.Tensor:
+        kv_WKH = kv_L[layer].index_copy(0, keys_T, torch.cat((k_TKH, v_TKH), dim=1))
+        q_QNH = q_TNH.new_zeros(num_queries, *q_TNH.shape[1:]).index_copy(0, queries_T, q_TNH)
         parts = []
-        for group in groups:
-            q, k, v = (
-                torch.cat(tensors, dim=1).transpose(1, 2)
-                for tensors in (
-                    (q_TNH[group.slots_ES],),
-                    (k_LCKH[layer][group.context_EP], k_TKH[group.slots_ES]),
-                    (v_LCKH[layer][group.context_EP], v_TKH[group.slots_ES]),
+        for group, mask in zip(places.groups, masks, strict=True):
+            q_ENSH = q_QNH[group.queries].unflatten(0, (group.examples, group.slots)).transpose(1, 2)
+            kv_EKWH = kv_WKH[group.keys].unflatten(0, (group.examples, group.wide)).transpose(1, 2)
+            k_ENWH, v_ENWH = (part.repeat_interleave(heads, dim=1) for part in kv_EKWH.chunk(2, dim=1))
+            with _backends(q_TNH.device):
+                out_ENSH = F.scaled_dot_product_attention(
+                    q_ENSH, k_ENWH, v_ENWH, attn_mask=mask[shape.layers[layer].window]
                 )
-            )
-            k, v = (tensor.repeat_interleave(heads, dim=1) for tensor in (k, v))
-            mask = group.masks[shape.layers[layer].window]
-            out_ENSH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            parts.append(out_ENSH.transpose(1, 2).flatten(0, 1)[group.kept_T])
-        return torch.cat(parts)[order_T]
+            parts.append(out_ENSH.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).index_select(0, queries_T)
 
     return attend
+
+
+def _backends(device: torch.device) -> AbstractContextManager:
+    """Shapes differ from step to step, and cuDNN would plan anew for each."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _alike(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -83,31 +121,49 @@ def _alike(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     return groups
 
 
-def _group(
-    members: list[int],
+def _lay_out(sizes: Sequence[tuple[int, int]], block: int) -> _Places:
+    places = _Places([], *(np.zeros(len(sizes), np.int64) for _ in range(3)))
+    keys, queries = 0, 0
+    for members in _alike(sizes):
+        slots = max(sizes[member][0] for member in members) * block
+        context = max(sizes[member][1] for member in members)
+        context += -(context + slots) % _ALIGNED
+        wide, count = context + slots, np.arange(len(members))
+        places.context[members] = keys + count * wide
+        places.keys[members] = keys + count * wide + context
+        places.queries[members] = queries + count * slots
+        stretch = slice(keys, keys + len(members) * wide), slice(queries, queries + len(members) * slots)
+        places.groups.append(_Group(len(members), context, slots, *stretch))
+        keys, queries = stretch[0].stop, stretch[1].stop
+    return places
+
+
+def _rows(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """firsts[e], firsts[e] + 1 ... of every example, one after another."""
+    return np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+
+
+def _masks(
+    group: _Group,
     block: int,
-    anchors_A: torch.Tensor,
-    positions_C: torch.Tensor,
-    sizes: Sequence[tuple[int, int]],
+    anchors_Q: torch.Tensor,
+    positions_W: torch.Tensor,
     windows: set[int | None],
-) -> _Group:
-    device = anchors_A.device
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0) - torch.tensor(sizes, dtype=torch.int64)
-    counts_E2, firsts_E2 = torch.tensor([sizes[e] for e in members]).to(device), ends[members].to(device)
-    most = int(counts_E2[:, 0].max()), int(counts_E2[:, 1].max())
-    slot_S, place_P = torch.arange(most[0] * block, device=device), torch.arange(most[1], device=device)
-    real_ES, real_EP = slot_S < counts_E2[:, :1] * block, place_P < counts_E2[:, 1:]
-    slots_ES = torch.where(real_ES, firsts_E2[:, :1] * block + slot_S, 0)
-    context_EP = torch.where(real_EP, firsts_E2[:, 1:] + place_P, 0)
-    anchors_ES, positions_EP = anchors_A[slots_ES // block], positions_C[context_EP]
-    before_ESP = (positions_EP[:, None] < anchors_ES[..., None]) & real_EP[:, None] & real_ES[..., None]
-    # Padding sees its own block too: a row that saw nothing would be no number.
-    own_SS = (slot_S[:, None] // block == slot_S // block).expand(len(members), -1, -1)
+    dtype: torch.dtype,
+) -> dict[int | None, torch.Tensor]:
+    """What is added to scores [E, 1, S, W], by window. Padding sees its own block too: a row that saw nothing would
+    be no number."""
+    device = anchors_Q.device
+    anchors_ES1 = anchors_Q[group.queries].view(group.examples, group.slots, 1)
+    positions_E1W = positions_W[group.keys].view(group.examples, 1, group.wide)
+    slot_S, place_W = torch.arange(group.slots, device=device), torch.arange(group.wide, device=device) - group.context
+    own_SW = (slot_S[:, None] // block == place_W // block) & (place_W >= 0)
+    before_ESW = positions_E1W < anchors_ES1
     masks = {}
     for window in windows:
-        seen = before_ESP
+        seen_ESW = before_ESW
         if window is not None:
-            seen = seen & (positions_EP[:, None] > (anchors_ES + block - 1 - window)[..., None])
-        masks[window] = torch.cat((seen, own_SS), dim=2)[:, None]
-    kept = real_ES.flatten().nonzero()[:, 0]
-    return _Group(slots_ES, context_EP, kept, slots_ES.flatten()[kept], masks)
+            seen_ESW = seen_ESW & (positions_E1W > anchors_ES1 + (block - 1 - window))
+        mask_ESW = torch.zeros(seen_ESW.shape, dtype=dtype, device=device)
+        masks[window] = mask_ESW.masked_fill_(~(seen_ESW | own_SW), float("-inf"))[:, None]
+    return masks

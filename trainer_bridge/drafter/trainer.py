@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InternalError, InvalidRequest
 from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
-from trainer_bridge.drafter.blocks import make_blocks, micro_batches
+from trainer_bridge.drafter.blocks import join, make_blocks, micro_batches
 from trainer_bridge.drafter.config import DraftLossConfig, DraftOptimConfig, Trained
 from trainer_bridge.drafter.features import FeatureExample
 from trainer_bridge.drafter.objective import DraftSums, check_terms, draft_loss, draft_weights
@@ -60,6 +60,7 @@ class DrafterTrainer:
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
             eps=optim.eps,
+            fused=self._device.type == "cuda",
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, optim.rate)
 
@@ -74,14 +75,16 @@ class DrafterTrainer:
         if divisor > 0:
             for part in micro_batches(self.model.spec, chosen, self.optim.max_slots):
                 blocks = make_blocks(self.model.spec, part, self._device)
-                loss = draft_loss(self.model, self.ends, blocks, self.loss, divisor, sums, self.optim.chunk)
-                loss.backward()
+                value += draft_loss(self.model, self.ends, blocks, self.loss, divisor, sums, self.optim.chunk)
                 self.weights.gather()
-                value += loss.detach().double()
         self._reduce(value)
         self._reduce(sums.values_FG)
-        norm = self._update()
-        return self._metrics(sums, float(value), norm)
+        # The one time that the host waits for the device: whether to step is seen from the norm.
+        told = torch.cat((torch.stack((value, self._clip().to(value))), sums.values_FG.flatten())).cpu()
+        loss, norm = told[:2].tolist()
+        self._update(norm)
+        sums.values_FG = told[2:].view_as(sums.values_FG)
+        return self._metrics(sums, loss, norm)
 
     @torch.no_grad()
     def evaluate(self, examples: Sequence[FeatureExample], sums: DraftSums) -> None:
@@ -124,15 +127,19 @@ class DrafterTrainer:
         return chosen
 
     def _divisor(self, chosen: list[tuple[FeatureExample, np.ndarray]]) -> float:
-        weights_G = draft_weights(self.loss, self.model.spec.num_drafts).double().numpy()
-        drafts = self.model.spec.num_drafts
-        own = sum((counted(item.example.mask, a, drafts) * weights_G).sum() for item, a in chosen)
-        total = torch.tensor(float(own), dtype=torch.float64, device=self._device)
+        own = 0.0
+        if chosen:
+            weights_G = draft_weights(self.loss, self.model.spec.num_drafts).double().numpy()
+            joined = join(chosen)
+            own = float((counted(joined.mask_T, joined.anchors_A, len(weights_G), joined.ends_A) * weights_G).sum())
+        if not dist.is_initialized():
+            return own
+        total = torch.tensor(own, dtype=torch.float64, device=self._device)
         self._reduce(total)
         return float(total)
 
-    def _update(self) -> float:
-        """Sums gradients over ranks, clips and steps; returns the norm before clipping."""
+    def _clip(self) -> Tensor:
+        """Sums gradients over ranks and clips them; returns the norm before clipping."""
         trained = [master for master, param in self._pairs() if param.requires_grad]
         if dist.is_initialized():
             # Ranks without examples have no gradients of their own and still take part.
@@ -143,7 +150,10 @@ class DrafterTrainer:
             self._reduce(flat)
             for master, part in zip(trained, flat.split([master.numel() for master in trained]), strict=True):
                 master.grad = part.view_as(master)
-        norm = float(nn.utils.clip_grad_norm_(trained, self.optim.clip_norm))
+        return nn.utils.clip_grad_norm_(trained, self.optim.clip_norm)
+
+    def _update(self, norm: float) -> None:
+        """Steps, unless the gradients' norm is not finite."""
         if math.isfinite(norm):
             self.optimizer.step()
             self.weights.write_back()
@@ -156,7 +166,6 @@ class DrafterTrainer:
         self.train_step += 1
         if self._in_a_row >= self.optim.max_skipped:
             raise InternalError(f"no finite gradient in {self._in_a_row} steps up to step {self.train_step}")
-        return norm
 
     def _metrics(self, sums: DraftSums, loss: float, norm: float) -> dict[str, float]:
         values = {

@@ -87,9 +87,7 @@ def test_micro_batches_and_chunks_change_no_gradient(world):
         model = shaken(world.drafter())
         model.requires_grad_(True)
         for part in micro_batches(model.spec, chosen_of(world, model), max_slots):
-            draft_loss(
-                model, world.ends, make_blocks(model.spec, part), DraftLossConfig(), 50.0, DraftSums(4), chunk
-            ).backward()
+            draft_loss(model, world.ends, make_blocks(model.spec, part), DraftLossConfig(), 50.0, DraftSums(4), chunk)
         gradients.append([param.grad for param in model.parameters()])
     assert len(list(micro_batches(model.spec, chosen_of(world, model), 60))) == 3
     for one, other in zip(*gradients, strict=True):
@@ -100,7 +98,7 @@ def test_every_part_of_the_drafter_gets_a_gradient_and_the_target_none(world):
     model = shaken(world.drafter())
     model.requires_grad_(True)
     blocks = make_blocks(model.spec, chosen_of(world, model))
-    draft_loss(model, world.ends, blocks, DraftLossConfig(), 1.0, DraftSums(4)).backward()
+    draft_loss(model, world.ends, blocks, DraftLossConfig(), 1.0, DraftSums(4))
     for name, param in model.named_parameters():
         assert param.grad is not None and bool(param.grad.abs().sum() > 0), name
     assert all(param.grad is None for param in world.parts.model.parameters())
@@ -110,7 +108,7 @@ def backbone_gradients(world, config):
     model = shaken(world.drafter())
     model.requires_grad_(True)
     blocks = make_blocks(model.spec, chosen_of(world, model))
-    draft_loss(model, world.ends, blocks, config, 1.0, DraftSums(4)).backward()
+    draft_loss(model, world.ends, blocks, config, 1.0, DraftSums(4))
     return {n: p.grad for n, p in model.named_parameters() if not n.startswith("confidence_head")}
 
 
@@ -149,7 +147,6 @@ def test_case_j5_without_states_only_cross_entropy_trains(world):
     config = DraftLossConfig(ce=1.0, l1=0.0, confidence=0.0)
     check_terms(config, has_states=False, has_confidence=True)
     loss = draft_loss(model, world.ends, make_blocks(model.spec, bare), config, 1.0, DraftSums(4))
-    loss.backward()
     assert math.isfinite(loss.item()) and bool(model.fc.grad.abs().sum() > 0)
     for wrong in (DraftLossConfig(ce=1.0, l1=0.0), DraftLossConfig()):
         with pytest.raises(InvalidRequest, match="final states"):

@@ -10,10 +10,11 @@ import torch
 
 from engine.build import Parts, load_parts
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.dspark.block_model import BlockDrafterModel, SharedEnds, shared_ends
+from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.dspark.block_spec import drafter_spec_from_config
 from engine.models.spec import read_spec
 from trainer_bridge.drafter.config import DrafterShape, DraftLossConfig, DraftOptimConfig
+from trainer_bridge.drafter.ends import training_ends
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample, FeatureScorer
 from trainer_bridge.drafter.initial import drafter_config, initialise
@@ -60,7 +61,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts = parts_of(folder)
-        self.ends = shared_ends(self.parts.model)
+        self.ends = training_ends(self.parts.model)
         self.scorer = FeatureScorer(self.parts, SHAPE.target_layers)
 
     def items(self, count: int = 4, answer: int = 9) -> list[FeatureExample]:

@@ -73,7 +73,9 @@ from lora.geometry import Geometry, Kind, Part, Site
 from lora.kernel_step import KernelStep, Variant
 from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import lora_shrink, workspace_shape
+from lora.kernels.stack import Rooms, stack_factors
 from lora.segments import Tiles
+from lora.stack import Stack, StackRoom
 
 BF16 = torch.bfloat16
 LAYERS = {
@@ -296,7 +298,7 @@ def adapters(capability: int) -> None:
 
 def adapted_layers(capability: int) -> None:
     """What lies between the products of a layer: the widest ranks and biases for the oldest, small tiles for the
-    newest."""
+    newest, first products behind the model's for the one between."""
     sites = (
         Site(512, (Part("q", 512), Part("k", 128), Part("v", 128))),
         Site(512, (Part("o", 512),)),
@@ -304,20 +306,24 @@ def adapted_layers(capability: int) -> None:
         Site(2048, (Part("d", 512),)),
     )
     pool = DevicePool(Geometry(sites), BF16, torch.device("cpu"), 1 << 20, 2)
-    most, newest = capability == 80, capability == 100
-    variant = Variant(64 if most else 16, most, most, False, False, 4 if newest else 16, 64)
-    step = KernelStep(pool, np.zeros(80, dtype=np.int64), variant=variant)
+    most, newest, stacked = (capability == each for each in (80, 100, 90))
+    wide = {i: torch.zeros(sum(pool.geometry.widths(i)) + 96, site.inputs, dtype=BF16) for i, site in enumerate(sites)}
+    stack, rank = Stack(pool, StackRoom(wide, 32, lambda: 0)), 64 if most else 16
+    stack_factors(pool, Rooms(pool, wide), torch.zeros(2, 2, dtype=torch.int32), rank)
+    variant = Variant(rank, most, most, False, False, 4 if newest else 16, 64, 2 if stacked else 0)
+    step = KernelStep(pool, np.zeros(80, dtype=np.int64), variant=variant, stack=stack)
     x, shape = torch.zeros(80, 512, dtype=BF16), QKVShape(4, 1, 128)
-    before = None if most else Adapted(1, step.work(1, 2, 1))
-    stream = adapted_sum(step, None if most else x, before, x.clone(), x[0], 0, block=256)
-    assert stream.adapted is not None
+    before = None if most else Adapted(1, None if stacked else step.work(1, 2, 1))
+    y = torch.zeros(80, 544, dtype=BF16) if stacked else x
+    stream = adapted_sum(step, None if most else y, before, x.clone(), x[0], None if stacked else 0, block=256)
     table, token = torch.zeros(8, 128, dtype=BF16), torch.zeros(80, dtype=torch.int64)
     rotation = Rotation(table, table, token, token, torch.zeros(16, 2, 128, dtype=BF16))
-    norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 768, dtype=BF16)
-    rest = (stream.squares_TP, 512, 1e-6)
-    adapted_rope(step, stream.adapted, qkv, qkv[0] if most else None, *rest, shape, None if most else norm, rotation)
-    gates, gate_up = Adapted(2, step.work(0, 2, 2)), torch.zeros(80, 4096, dtype=BF16)
-    adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=None if newest else 3)
+    norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 864 if stacked else 768, dtype=BF16)
+    rest, queries = (stream.squares_TP, 512, 1e-6), stream.adapted or Adapted(0)
+    adapted_rope(step, queries, qkv, qkv[0] if most else None, *rest, shape, None if most else norm, rotation)
+    gates, gate_up = Adapted(2, None if stacked else step.work(0, 2, 2)), torch.zeros(80, 4096, dtype=BF16)
+    gate_up = torch.zeros(80, 4160, dtype=BF16) if stacked else gate_up
+    adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=None if newest or stacked else 3)
 
 
 def mamba2(capability: int) -> None:

@@ -1,7 +1,7 @@
 """The end of a round: how many drafts are kept, and what that does to each row.
 
 Owns coupled acceptance (drafts are kept while they equal the target's own token), and the taking in of a
-round's tokens under either rule: rings, counters, stops, lengths, bad logits. Ignores the draw and the
+round's tokens under either rule: rings, counters, counts, stops, lengths, bad logits. Ignores the draw and the
 rejection rule (`engine.kernels.round_judge`).
 
 A row takes tokens one after another, like so many steps of `engine.kernels.decode_step.advance_rows`: what
@@ -25,7 +25,7 @@ import triton.language as tl
 from engine.kernels.attention_tile import power_of_two
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.round_rows import VerifyRows
-from engine.kernels.sample_columns import SampleOut
+from engine.kernels.sample_columns import EditColumns, SampleOut
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
 
 HEAD = 5
@@ -62,7 +62,12 @@ class Judged:
 
 
 def commit_rounds_reference(
-    table: DeviceTable, rows: VerifyRows, drafted: Drafted, drawn: SampleOut, judged: Judged | None = None
+    table: DeviceTable,
+    rows: VerifyRows,
+    drafted: Drafted,
+    drawn: SampleOut,
+    judged: Judged | None = None,
+    edits: EditColumns | None = None,
 ) -> torch.Tensor:
     """The first fields of each row's record, int32 [B, 5], after taking tokens in; the host steers."""
     count = len(rows.starts_B1) - 1
@@ -89,6 +94,8 @@ def commit_rounds_reference(
                 table.finished_S[slot] = BAD
                 break
             _take(table, slot, drawn, row)
+            if edits is not None and edits.count_row_S[slot] >= 0:
+                edits.counts_CV[edits.count_row_S[slot], drawn.ids_B[row]] += 2
             emitted += 1
             if table.finished_S[slot] != RUNNING:
                 break
@@ -117,9 +124,9 @@ def _commit_kernel(
     starts_ptr, slots_ptr, drafts_ptr, window_ptr, keep_ptr, confidence_ptr, survival_ptr, log_q_ptr, accepted_ptr,
     chance_ptr, ids_ptr, raw_ptr, temperature_ptr, processed_ptr, entropy_ptr, bad_ptr, definition_ptr, finished_ptr,
     last_token_ptr, computed_ptr, new_ptr, max_new_ptr, stop_ids_ptr, ring_ids_ptr, ring_logprobs_ptr, values_ptr,
-    values_stride, record_ptr,
+    values_stride, count_row_ptr, counts_ptr, V, record_ptr,
     DRAFTS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
-    JUDGED: tl.constexpr, CONFIDENCE: tl.constexpr, SURVIVAL: tl.constexpr, LOG_Q: tl.constexpr,
+    EDITS: tl.constexpr, JUDGED: tl.constexpr, CONFIDENCE: tl.constexpr, SURVIVAL: tl.constexpr, LOG_Q: tl.constexpr,
     HEAD: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_inputs(EARLY)
@@ -185,6 +192,18 @@ def _commit_kernel(
                 emitted += 1
                 hit = tl.max((stops_K == token.to(tl.int32)).to(tl.int32), 0)
                 finished = ((hit > 0) | (new + emitted >= most)).to(tl.int32)
+        if EDITS:
+            count_row = tl.load(count_row_ptr + slot).to(tl.int64)
+            taken_W = k_W < emitted
+            ids_W = tl.load(ids_ptr + start + k_W, mask=taken_W & (count_row >= 0), other=-1)
+            same_WW = (ids_W[:, None] == ids_W[None, :]) & taken_W[None, :]
+            times_W = tl.sum(same_WW.to(tl.int32), 1)
+            # Each id once, for all its times.
+            earlier_W = tl.sum((same_WW & (k_W[None, :] < k_W[:, None])).to(tl.int32), 1)
+            once_W = taken_W & (earlier_W == 0) & (count_row >= 0)
+            counts_W_ptr = counts_ptr + tl.maximum(count_row, 0) * V + ids_W
+            counts_W = tl.load(counts_W_ptr, mask=once_W, other=0)
+            tl.store(counts_W_ptr, counts_W + (2 * times_W).to(counts_W.dtype), mask=once_W)
         tl.store(last_token_ptr + slot, token)
         tl.store(computed_ptr + slot, tl.load(computed_ptr + slot) + emitted)
         tl.store(new_ptr + slot, new + emitted)
@@ -203,12 +222,13 @@ def commit_rounds(
     drawn: SampleOut,
     record_BF: torch.Tensor,
     judged: Judged | None = None,
+    edits: EditColumns | None = None,
 ) -> None:
     """Take a round's tokens into the table. Without `judged` the rule is the coupled one: `drawn` are the
     target's own tokens, and those up to the first that differs from its draft are taken.
 
     `record_BF` int32 is `record_width` wide. With `drawn.entropy_B` the ring columns of every definition are
-    filled."""
+    filled; with `edits` (by slot), tokens of rows with penalties are counted."""
     count, drafts = drafted.ids_BG.shape
     values_CSW, columns = table.columns.values_CSW, drawn.entropy_B is not None
     assert record_BF.shape == (count, record_width(drafts)) and record_BF.is_contiguous(), "a record a row"
@@ -248,12 +268,16 @@ def commit_rounds(
         table.ring_logprobs_SW,
         values_CSW if columns else nothing,
         values_CSW.stride(0),
+        table.definition_S if edits is None else edits.count_row_S,
+        table.definition_S if edits is None else edits.counts_CV,
+        0 if edits is None else edits.counts_CV.shape[1],
         record_BF,
         DRAFTS=drafts,
         WIDE=power_of_two(drafts + 1),
         K=DeviceTable.MAX_STOPS,
         W=table.ring,
         COLUMNS=columns,
+        EDITS=edits is not None,
         JUDGED=judged is not None,
         CONFIDENCE=drafted.confidence_BG is not None,
         SURVIVAL=drafted.survival_BG is not None,

@@ -25,7 +25,7 @@ import triton.language as tl
 from engine.kernels.attention_tile import power_of_two
 from engine.kernels.philox import round_word
 from engine.kernels.round_rows import VerifyRows
-from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace, edit_arguments
 from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_level import CUT, LAST_TIED, RECORD_WIDTH
 from engine.kernels.sample_scan import GREEDY, WORD_SCALE, truncates
@@ -129,7 +129,8 @@ def _logprobs(
 def _score_kernel(
     logits_ptr, logits_stride, V, owner_ptr, starts_ptr, drafts_ptr, record_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
     min_p_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-    mask_row_ptr, bias_ptr, min_until_ptr, ids_ptr, raw_ptr, scaled_ptr, processed_ptr, bad_ptr, log_p_ptr,
+    mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width,
+    ids_ptr, raw_ptr, scaled_ptr, processed_ptr, bad_ptr, log_p_ptr,
     accepted_ptr, keep_ptr, emit_row_ptr, emitted_ptr,
     G: tl.constexpr, EDITS: tl.constexpr, TRUNCATED: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +158,7 @@ def _score_kernel(
     temperature = tl.where(greedy, 1.0, given_temperature)
     edits = edits_of(
         row, tl.load(position_ptr + row), V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
-        bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     drawn = tl.load(ids_ptr + row)
     raw, scaled, processed, value = _logprobs(
@@ -231,7 +232,7 @@ def _residual_kernel(
     logits_ptr, logits_stride, q_ptr, q_row_stride, q_slot_stride, V, rows, drafts_ptr, emit_row_ptr, refused_ptr,
     active_ptr, record_ptr, cuts_ptr, log_q_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, position_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr,
-    min_until_ptr, ids_ptr, processed_ptr, out_ptr, out_stride,
+    min_until_ptr, ahead_ptr, ahead_width, ids_ptr, processed_ptr, out_ptr, out_stride,
     G: tl.constexpr, EDITS: tl.constexpr, TRUNCATED: tl.constexpr, HAS_Q: tl.constexpr, Q_CUT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -246,7 +247,7 @@ def _residual_kernel(
     inverse = 1.0 / temperature
     edits = edits_of(
         verify, tl.load(position_ptr + verify), V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr,
-        counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = verify * logits_stride
@@ -284,16 +285,6 @@ def _residual_kernel(
     tl.store(out_ptr + row * out_stride + ids, out, mask=ids < V)
 
 
-def _edit_arguments(columns: SampleColumns) -> tuple:
-    edits, nothing = columns.edits, columns.temperature_S
-    if edits is None:
-        return (nothing,) * 9
-    return (
-        edits.repetition_S, edits.frequency_S, edits.presence_S, edits.count_row_S, edits.counts_CV,
-        edits.bias_row_S, edits.mask_row_S, edits.bias_MV, edits.min_until_S,
-    )  # fmt: skip
-
-
 def judge_rows(
     table: DeviceTable,
     logits_RV: torch.Tensor,
@@ -322,11 +313,12 @@ def judge_rows(
     vocab = logits_RV.shape[1]
     q = draft.logits_BGV if draft else logits_RV
     cuts = draft.cuts_GB2 if draft else None
+    edits = edit_arguments(columns.edits, columns.temperature_S)
     _residual_kernel[(triton.cdiv(vocab, TILE), count)](
         logits_RV, logits_RV.stride(0), q, q.stride(0), q.stride(1), vocab, count, drafts_BG, out.emit_row_B,
         out.refused_B, out.columns.active_S, workspace.record_BR, anchors_B if cuts is None else cuts,
         draft.log_q_BG if draft else out.log_p_R, columns.temperature_S, columns.top_k_S, columns.top_p_S,
-        columns.min_p_S, columns.position_S, *_edit_arguments(columns), drawn.ids_B, drawn.processed_B,
+        columns.min_p_S, columns.position_S, *edits, drawn.ids_B, drawn.processed_B,
         out.residual_BV, out.residual_BV.stride(0),
         G=drafts, EDITS=columns.edits is not None, TRUNCATED=truncated, HAS_Q=has_q, Q_CUT=cuts is not None,
         TILE=TILE, num_warps=4, enable_fp_fusion=False,
@@ -360,10 +352,11 @@ def _score(
     truncated: bool,
     settle: bool,
 ) -> None:
+    edits = edit_arguments(columns.edits, columns.temperature_S)
     _score_kernel[(logits_RV.shape[0],)](
         logits_RV, logits_RV.stride(0), logits_RV.shape[1], rows.owner_R, rows.starts_B1, drafts_BG,
         workspace.record_BR, columns.temperature_S, columns.top_k_S, columns.top_p_S, columns.min_p_S,
-        columns.position_S, *_edit_arguments(columns), drawn.ids_B, drawn.raw_B, drawn.temperature_B,
+        columns.position_S, *edits, drawn.ids_B, drawn.raw_B, drawn.temperature_B,
         drawn.processed_B, drawn.bad_B, out.log_p_R, out.accepted_B, keep_B, out.emit_row_B, out.emitted.ids_B,
         G=drafts_BG.shape[1], EDITS=columns.edits is not None, TRUNCATED=truncated, SETTLE=settle,
         num_warps=1, enable_fp_fusion=False,

@@ -34,7 +34,7 @@ TILES_EACH = tl.constexpr(4)
 def sample_bounds_kernel(
     logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-    mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
+    mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
@@ -52,7 +52,7 @@ def sample_bounds_kernel(
     inverse = 1.0 / tl.load(temperature_ptr + slot).to(tl.float32)
     edits = edits_of(
         slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     at_T = tl.arange(0, TILES)
     highest = tl.max(tl.load(stats_ptr + MAX * tiles + at_T, mask=at_T < tiles, other=-INF), 0)

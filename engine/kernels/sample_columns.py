@@ -32,7 +32,8 @@ class EditColumns:
     `counts_CV` (int16 or int32) holds, per id, twice the times the sample produced it, and may be
     odd where the prompt has it (which matters to `repetition` alone). A row of `bias_MV`
     is added to the logits; the one that `mask_row_S` names holds -inf at stop ids and applies while
-    the position is below `min_until_S`.
+    the position is below `min_until_S`. `ahead_SG` int32 are tokens to be counted beside those in the counts, -1
+    for none: where rows stand behind drafts.
     """
 
     repetition_S: torch.Tensor
@@ -44,6 +45,18 @@ class EditColumns:
     mask_row_S: torch.Tensor
     bias_MV: torch.Tensor
     min_until_S: torch.Tensor
+    ahead_SG: torch.Tensor | None = None
+
+
+def edit_arguments(edits: EditColumns | None, nothing: torch.Tensor) -> tuple:
+    """What `engine.kernels.sample_edits.edits_of` is given, in order."""
+    if edits is None:
+        return (nothing,) * 10 + (0,)
+    ahead = (edits.count_row_S, 0) if edits.ahead_SG is None else (edits.ahead_SG, edits.ahead_SG.shape[1])
+    return (
+        edits.repetition_S, edits.frequency_S, edits.presence_S, edits.count_row_S, edits.counts_CV, edits.bias_row_S,
+        edits.mask_row_S, edits.bias_MV, edits.min_until_S, *ahead,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

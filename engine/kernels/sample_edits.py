@@ -5,7 +5,7 @@ of edited logits. They are computed anew wherever they are read: the same operat
 same bits, and no copy of the logits is kept.
 
 `edits` is a tuple of what a row's edits need: whether there are any, three row numbers or -1, three
-penalties, and the two buffers over the vocabulary.
+penalties, the two buffers over the vocabulary, and the tokens ahead of the row that are not in its counts.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -22,7 +22,7 @@ INF = tl.constexpr(float("inf"))
 @triton.jit
 def edits_of(
     slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-    mask_row_ptr, bias_ptr, min_until_ptr, EDITS: tl.constexpr,
+    mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS: tl.constexpr,
 ):  # fmt: skip
     """The slot's `edits` at this position, and the offset of its counts, -1 without any."""
     if EDITS:
@@ -34,21 +34,27 @@ def edits_of(
         frequency = tl.load(frequency_ptr + slot)
         presence = tl.load(presence_ptr + slot)
         edited = (counts >= 0) | (bias >= 0) | (mask >= 0)
-        return (edited, counts * V, bias * V, mask * V, repetition, frequency, presence, counts_ptr, bias_ptr)
+        width = tl.zeros_like(bias) + ahead_width
+        return (
+            edited, counts * V, bias * V, mask * V, repetition, frequency, presence, counts_ptr, bias_ptr,
+            ahead_ptr + slot.to(tl.int64) * width, width,
+        )  # fmt: skip
     else:
         none = slot.to(tl.int64) * 0 - 1
         nothing = none.to(tl.float32)
-        return (slot < 0, none, none, none, nothing, nothing, nothing, counts_ptr, bias_ptr)
+        return (slot < 0, none, none, none, nothing, nothing, nothing, counts_ptr, bias_ptr, ahead_ptr, none)
 
 
 @triton.jit
 def edit(values, ids, inside, edits):
     """fp32 logits after bias, repetition, frequency, presence and the mask of stop ids."""
-    _edited, counts_at, bias_at, mask_at, repetition, frequency, presence, counts_ptr, bias_ptr = edits
+    _, counts_at, bias_at, mask_at, repetition, frequency, presence, counts_ptr, bias_ptr, ahead_ptr, ahead = edits
     if bias_at >= 0:
         values = values + tl.load(bias_ptr + bias_at + ids, mask=inside, other=0.0)
     if counts_at >= 0:
         counts = tl.load(counts_ptr + counts_at + ids, mask=inside, other=0).to(tl.int32)
+        for number in range(ahead):
+            counts += 2 * (ids == tl.load(ahead_ptr + number)).to(tl.int32)
         divided = tl.div_rn(values, repetition)
         repeated = tl.where(values > 0, divided, values * repetition)
         values = tl.where(counts > 0, repeated, values)

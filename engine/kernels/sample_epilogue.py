@@ -25,7 +25,7 @@ import triton.language as tl
 from engine.kernels.early import await_inputs, is_early, options, release_next
 from engine.kernels.sample_bounds import TILES_EACH as BOUNDED_EACH
 from engine.kernels.sample_bounds import sample_bounds_kernel
-from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.sample_columns import PARTS, SampleColumns, SampleOut, SampleWorkspace, edit_arguments
 from engine.kernels.sample_cut import sample_cut_kernel
 from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_level import (
@@ -102,7 +102,8 @@ def _moment(stats_ptr, maxima_T, highest, inverse, at, tiles, WHICH: tl.constexp
 def sample_pick_kernel(
     logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
-    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ids_ptr, raw_ptr, scaled_ptr, processed_ptr, lse_ptr,
+    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width,
+    ids_ptr, raw_ptr, scaled_ptr, processed_ptr, lse_ptr,
     score_ptr, bad_ptr, entropy_ptr, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr,
     EVERY: tl.constexpr, ENTROPY: tl.constexpr, EARLY: tl.constexpr,
@@ -123,7 +124,7 @@ def sample_pick_kernel(
     seed = tl.load(seed_ptr + slot).to(tl.uint64, bitcast=True)
     edits = edits_of(
         slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     logits_at = row * logits_stride
     stats_ptr += row * (STATS * tiles)
@@ -252,12 +253,7 @@ def sample_rows(
     definition = columns.definition_S if columns.definition_S is not None else nothing
     drawing = (columns.temperature_S, columns.top_k_S, columns.top_p_S, columns.min_p_S, columns.seed_S)
     head = (slots, columns.active_S, *drawing, columns.position_S)
-    changes = (nothing,) * 9
-    if edits is not None:
-        changes = (
-            edits.repetition_S, edits.frequency_S, edits.presence_S, edits.count_row_S, edits.counts_CV,
-            edits.bias_row_S, edits.mask_row_S, edits.bias_MV, edits.min_until_S,
-        )  # fmt: skip
+    changes = edit_arguments(edits, nothing)
     shape = (columns.first_id, logits_BV.stride(0), vocab, tiles)
     stats, record = workspace.stats_BNT, workspace.record_BR
     modes = dict(TILE=tile, HAS_SLOTS=columns.slots_B is not None, EDITS=edits is not None, enable_fp_fusion=False)

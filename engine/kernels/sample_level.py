@@ -126,7 +126,8 @@ def _mass_bracket(sample_G8, weights_G8, spare, low, highest):
 def sample_level_kernel(
     logits_ptr, stats_ptr, maxima_ptr, record_ptr, found_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr,
     top_p_ptr, min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr,
-    counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
+    counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width,
+    first_id, logits_stride, V, tiles,
     TILES: tl.constexpr, LONG: tl.constexpr, REACHING: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -176,7 +177,7 @@ def sample_level_kernel(
     if asked:
         edits = edits_of(
             slot, tl.load(position_ptr + slot), V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr,
-            counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+            counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
         )  # fmt: skip
         groups: tl.constexpr = LONG // 8
         at_G = tl.arange(0, groups)

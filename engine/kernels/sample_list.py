@@ -28,7 +28,8 @@ TILES_EACH = tl.constexpr(2)
 def sample_list_kernel(
     logits_ptr, stats_ptr, maxima_ptr, record_ptr, found_ptr, list_ids_ptr, list_values_ptr, slots_ptr, active_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr,
-    presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id,
+    presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr,
+    ahead_width, first_id,
     logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, LONG: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +57,7 @@ def sample_list_kernel(
             position = tl.load(position_ptr + slot)
         edits = edits_of(
             slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-            mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+            mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
         )  # fmt: skip
         highest, scale = low, low * 0.0
         if bounded:

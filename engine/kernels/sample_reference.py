@@ -76,6 +76,9 @@ def _edited(raw_V: torch.Tensor, edits: EditColumns, slot: int, position: int) -
         values_V += edits.bias_MV[bias_row]
     if count_row >= 0:
         counts_V = edits.counts_CV[count_row].int()
+        if edits.ahead_SG is not None:
+            ahead_N = edits.ahead_SG[slot][edits.ahead_SG[slot] >= 0].long()
+            counts_V = counts_V + 2 * torch.bincount(ahead_N, minlength=len(counts_V)).int()
         repetition, frequency, presence = edits.repetition_S[slot], edits.frequency_S[slot], edits.presence_S[slot]
         repeated_V = torch.where(values_V > 0, values_V / repetition, values_V * repetition)
         values_V = torch.where(counts_V > 0, repeated_V, values_V)

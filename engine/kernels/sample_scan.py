@@ -125,7 +125,7 @@ def _moment(weights, exponents):
 def sample_scan_kernel(
     logits_ptr, stats_ptr, maxima_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
-    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id, logits_stride, V, tiles,
+    bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, first_id, logits_stride, V, tiles,
     TILE: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr, DEFINED: tl.constexpr, EVERY: tl.constexpr,
     ENTROPY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def sample_scan_kernel(
     if EDITS:
         edits = edits_of(
             slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-            mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+            mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
         )  # fmt: skip
         if edits[0]:
             values = edit(raw, ids, inside, edits)

@@ -152,7 +152,8 @@ def is_kept(values, ids, threshold, last_tied):
 def sample_threshold_kernel(
     logits_ptr, stats_ptr, record_ptr, found_ptr, list_ids_ptr, list_values_ptr, slots_ptr, active_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, repetition_ptr, frequency_ptr,
-    presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, first_id,
+    presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr,
+    ahead_width, first_id,
     logits_stride, V, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr,
     HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
@@ -184,7 +185,7 @@ def sample_threshold_kernel(
     position = tl.load(position_ptr + slot)
     edits = edits_of(
         slot, position, V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-        mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     at = row * logits_stride
     log_floor = log_floor_of(min_p)

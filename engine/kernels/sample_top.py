@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace
+from engine.kernels.round_places import Places
+from engine.kernels.sample_columns import SampleColumns, SampleOut, SampleWorkspace, edit_arguments
 from engine.kernels.sample_edits import INF, edits_of, row_values
 from engine.kernels.sample_level import CUT, LAST_TIED, RECORD_WIDTH
 from engine.kernels.sample_scan import (
@@ -52,16 +53,25 @@ def _emit(taken_I, ids_I, values_I, found, ids_ptr, values_ptr):
 def sample_top_kernel(
     logits_ptr, stats_ptr, record_ptr, slots_ptr, active_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     position_ptr, definition_ptr, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr, bias_row_ptr,
-    mask_row_ptr, bias_ptr, min_until_ptr, drawn_ptr, raw_ptr, scaled_ptr, processed_ptr, bad_ptr, new_ptr,
-    top_row_ptr, top_count_ptr, top_ids_ptr, top_logprobs_ptr, first_id, logits_stride, V, tiles,
+    mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width,
+    drawn_ptr, raw_ptr, scaled_ptr, processed_ptr, bad_ptr, new_ptr,
+    top_row_ptr, top_count_ptr, top_ids_ptr, top_logprobs_ptr, holder_ptr, before_ptr, first_id, logits_stride, V,
+    tiles,
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, EDITS: tl.constexpr,
-    W: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = slot_of(row, slots_ptr, active_ptr, HAS_SLOTS)
     if slot < 0:
         return
-    wanted = tl.load(top_count_ptr + slot)
+    # Whose ring the alternatives go to.
+    holder, number = slot, slot * 0
+    if PLACED:
+        holder, number = tl.load(holder_ptr + row).to(tl.int64), tl.load(before_ptr + row).to(tl.int64)
+    if holder < 0:
+        return
+    number += tl.load(new_ptr + holder)
+    wanted = tl.load(top_count_ptr + holder)
     if (wanted <= 0) | (tl.load(bad_ptr + row) != 0):
         return
     given = tl.load(temperature_ptr + slot)
@@ -70,12 +80,13 @@ def sample_top_kernel(
     processed = definition == BY_PROCESSED
     edits = edits_of(
         slot, tl.load(position_ptr + slot), V, repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, counts_ptr,
-        bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, EDITS,
+        bias_row_ptr, mask_row_ptr, bias_ptr, min_until_ptr, ahead_ptr, ahead_width, EDITS,
     )  # fmt: skip
     if EDITS:
         # Other definitions are of the model's own logits.
         edits = (
             edits[0] & processed, edits[1], edits[2], edits[3], edits[4], edits[5], edits[6], edits[7], edits[8],
+            edits[9], edits[10],
         )  # fmt: skip
     at = row * logits_stride
     stats_ptr += row * (STATS * tiles)
@@ -110,7 +121,7 @@ def sample_top_kernel(
         logprob = tl.load(raw_ptr + row)
     elif not processed:
         logprob = tl.load(scaled_ptr + row)
-    line = tl.load(top_row_ptr + slot).to(tl.int64) * W + tl.load(new_ptr + slot) % W
+    line = tl.load(top_row_ptr + holder).to(tl.int64) * W + number % W
     ids_ptr, values_ptr = top_ids_ptr + line * K, top_logprobs_ptr + line * K
     found, least = 0, tl.maximum(edge.to(tl.float64), cut)
     for tile in range(tiles):
@@ -139,29 +150,28 @@ def sample_top(
     drawn: SampleOut,
     workspace: SampleWorkspace,
     warps: int = 8,
+    places: Places | None = None,
 ) -> None:
     """Leave the alternatives of the rows that want any in the table's ring, beside the token that
-    `advance_rows` will put there. Follows `sample_rows` of the same logits and workspace."""
+    `advance_rows` will put there. Follows `sample_rows` of the same logits and workspace. Where rows are not slots
+    but verify, `places` tells whose they are, and how many tokens of the step come before."""
     rows, vocab = logits_BV.shape
     tiles, tile = workspace.stats_BNT.shape[2], workspace.tile
     edits, rings = columns.edits, table.columns
     assert columns.definition_S is not None, "alternatives are those of a definition"
     nothing = columns.temperature_S
     slots = columns.slots_B if columns.slots_B is not None else nothing
-    changes = (nothing,) * 9
-    if edits is not None:
-        changes = (
-            edits.repetition_S, edits.frequency_S, edits.presence_S, edits.count_row_S, edits.counts_CV,
-            edits.bias_row_S, edits.mask_row_S, edits.bias_MV, edits.min_until_S,
-        )  # fmt: skip
+    changes = edit_arguments(edits, nothing)
     _, ring, width = rings.top_ids_RWK.shape
     sample_top_kernel[(rows,)](
         logits_BV, workspace.stats_BNT, workspace.record_BR, slots, columns.active_S,
         columns.temperature_S, columns.top_k_S, columns.top_p_S, columns.min_p_S, columns.position_S,
         columns.definition_S, *changes, drawn.ids_B, drawn.raw_B, drawn.temperature_B, drawn.processed_B, drawn.bad_B,
         table.new_S, rings.top_row_S, rings.top_count_S, rings.top_ids_RWK, rings.top_logprobs_RWK,
+        table.new_S if places is None else places.slots_R, table.new_S if places is None else places.before_R,
         columns.first_id, logits_BV.stride(0), vocab, tiles,
         TILE=tile, TILES=triton.next_power_of_2(tiles), CHUNK=min(tile, 128 * warps),
         HAS_SLOTS=columns.slots_B is not None, EDITS=edits is not None, W=ring, K=width,
+        PLACED=places is not None,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -96,7 +96,7 @@ class BlockLaunches:
         """What drafts are drawn with: scratch, and the edits that rows ask for."""
         self._workspace = workspace
         rows, device = self._ids_GB.shape[1], self._ids_GB.device
-        self._columns = empty_columns(rows, device, edits)
+        self._columns = empty_columns(rows, device, edits, self._drafts)
         self._drawn = []
         for ids_B, log_q_B in zip(self._ids_GB, self._log_q_GB, strict=True):
             drawn = SampleOut.empty(rows, device)
@@ -131,6 +131,8 @@ class BlockLaunches:
                 drawn.active_S = block.active_GB[slot]
             self._pick(slot, logits_BV, drawn)
             previous_B = self._ids_GB[slot]
+            if columns.edits is not None and columns.edits.ahead_SG is not None:
+                columns.edits.ahead_SG[:, slot].copy_(previous_B)
         note_drafts(hidden, anchor_ids_B, self._ids_GB, self._log_q_GB, self._confidence, notes, block.at_GB)
         if notes.log_q_BG is None:
             return notes.confidence_BG, None

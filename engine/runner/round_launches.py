@@ -24,11 +24,13 @@ from engine.kernels.block_rows import pack_blocks
 from engine.kernels.round_adapters import tile_rows
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
+from engine.kernels.round_places import Places, find_places
 from engine.kernels.round_rows import RoundLimits, VerifyRows, open_rows, pack_rows
 from engine.kernels.round_spend import Calibration, spend_rows
-from engine.kernels.row_columns import empty_columns, gather_columns
+from engine.kernels.row_columns import Prefixes, empty_columns, gather_columns
 from engine.kernels.sample_columns import SampleOut, SampleWorkspace
 from engine.kernels.sample_epilogue import sample_rows
+from engine.kernels.sample_top import sample_top
 from engine.memory.device_table import DeviceTable
 from engine.memory.kv_pool import KVPool
 from engine.models.fused import FusedForward
@@ -180,8 +182,10 @@ class RoundLaunches:
         else:
             self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
         self._verify = VerifyRows.empty(verify, rows, device)
-        self._columns = empty_columns(verify, device, self._edits)
+        self._columns = empty_columns(verify, device, self._edits, parts.drafts)
+        self._behind = Prefixes(self._verify.owner_R, self._verify.starts_B1, self._drafts_BG)
         self._drawn = SampleOut.empty(verify, device, entropy=modes.step.columns)
+        self._places = Places.empty(verify, device) if modes.step.top else None
         self._judge: JudgeBuffers | None = None
         if modes.rule == "rejection":
             assert scratch.residual_BV is not None
@@ -242,26 +246,36 @@ class RoundLaunches:
         if self._plan.shared is not None:
             self._plan.shared.list()
         logits_RV = self._forward()
-        gather_columns(self._table, rows.slots_R, rows.ends_R, self._columns)
+        gather_columns(self._table, rows.slots_R, rows.ends_R, self._columns, self._behind)
         step = self._modes.step
-        every = step.columns
+        every = step.columns or step.top
         sample_rows(logits_RV, self._columns, self._drawn, self._workspace, truncated=step.truncated, every=every)
         drafted = Drafted(self._drafts_BG, self._window_B, keep_B, confidence_BG, survival_BG)
         drafted.log_q_BG = None if draw is None else draw.log_q_BG
         judged = self.judge(logits_RV, keep_B, draw)
-        commit_rounds(self._table, rows, drafted, self._drawn, self.record_BF, judged)
+        commit_rounds(self._table, rows, drafted, self._drawn, self.record_BF, judged, self._edits)
 
     def judge(self, logits_RV: torch.Tensor, keep_B: torch.Tensor, draw: DraftDraw | None) -> Judged | None:
         """Rejection's verdict, with the tokens to take in the place of the target's own; None where those are
         taken while drafts equal them."""
         out, rows, truncated = self._judge, self._verify, self._modes.step.truncated
         if out is None:
+            self._alternatives(logits_RV, keep_B, None)
             return None
         given = (logits_RV, rows, self._columns, self._drawn, self._workspace)
         judge_rows(self._table, *given, self._anchors_B, self._drafts_BG, keep_B, draw, out, truncated)
+        # The workspace of the draw is another's from here on.
+        self._alternatives(logits_RV, keep_B, out.accepted_B)
         sample_rows(out.residual_BV, out.columns, out.emitted, self._workspace, truncated=False, every=False)
         settle_rows(*given, self._drafts_BG, keep_B, out)
         return Judged(out.accepted_B, out.chance_R)
+
+    def _alternatives(self, logits_RV: torch.Tensor, keep_B: torch.Tensor, accepted_B: torch.Tensor | None) -> None:
+        """Those of the tokens that will be taken, where rows want any."""
+        if self._places is not None:
+            find_places(self._verify, self._drafts_BG, self._drawn.ids_B, keep_B, self._places, accepted_B)
+            given = (self._table, self._columns, self._drawn, self._workspace)
+            sample_top(logits_RV, *given, places=self._places)
 
     def _lengths(self, confidence_BG: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Survivals [B, G], drafts of each row that are verified, and those that may be kept, int32 [B]. Of idle

@@ -50,8 +50,8 @@ class Burst:
 
 class OverlappedLoop:
     """`burst` bounds the steps launched at once; the ring holds two bursts. With a `speculation` bursts of plain
-    steps run for as long as drafting would not pay. `rounds` are launched ahead like those; rounds that
-    it does not serve, and all without it, are steps of the serial loop."""
+    steps run for as long as drafting would not pay. `rounds` are launched ahead like those;
+    without it, rounds are steps of the serial loop."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OverlappedLoop:
         worked = False
         if self._asks():
             rounds = self._rounds
-            if rounds is None or not rounds.serves(scheduler.running):
+            if rounds is None:
                 worked = self.settle()
                 self._take_back()
                 self._counters.serial_rounds += 1
@@ -169,7 +169,7 @@ class OverlappedLoop:
         return self._run(samples, steps, planned)
 
     def _plan(self, samples: list[Sample]) -> Planned | None:
-        if self._rounds is None or not self._asks() or not self._rounds.serves(samples):
+        if self._rounds is None or not self._asks():
             return None
         return self._rounds.plan(samples)
 

@@ -80,15 +80,6 @@ class DeviceRounds:
         """Whether drafts come from the host, which must know all tokens for that."""
         return self._speculation.drafter.traits.foreseen
 
-    def serves(self, samples: Sequence[Sample]) -> bool:
-        """Whether rounds of these samples can run on the device: not with penalties, which differ along the
-        drafts, nor with alternatives. Others are the serial loop's."""
-        for sample in samples:
-            row = sample.row
-            if row.penalises or row.want.top_logprobs:
-                return False
-        return True
-
     def plan(self, samples: list[Sample]) -> Planned | None:
         """Rounds of these samples, None where plain steps are expected to pay more."""
         step, most, proposal = self._speculation.foresee(samples)

@@ -53,6 +53,7 @@ from engine.kernels.rope_kv_write import QKNorm, QKVShape, rope_kv_write
 from engine.kernels.round_adapters import tile_rows
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, draft_seeds, judge_rows, settle_rows
+from engine.kernels.round_places import Places, find_places
 from engine.kernels.round_rows import BlockRows, RoundLimits, VerifyRows, open_rows, pack_rows
 from engine.kernels.round_spend import Calibration, spend_rows
 from engine.kernels.row_columns import empty_columns, gather_columns
@@ -167,6 +168,7 @@ def rounds(capability: int) -> None:
         cuts = torch.zeros(8, 2, 2, dtype=torch.float64) if block else None
         draw = DraftDraw(torch.zeros(2, 8, 4096, dtype=BF16), part, cuts)
     out = JudgeBuffers.empty(2, 16, empty_columns(2, device), torch.zeros(2, 4096))
+    find_places(rows, drafts, long, slots, Places.empty(2, device), slots if block else None)
     judge_rows(table, logits, rows, columns, drawn, workspace, long, drafts, slots, draw, out, block > 0)
     settle_rows(logits, rows, columns, drawn, workspace, drafts, slots, out)
 
@@ -271,7 +273,8 @@ def sampling(capability: int, edits: bool | None = None, vocab: int = 900, tile:
     sample_rows(logits, columns, out, workspace, every=edits)
     table = DeviceTable(2, 4, torch.device("cpu"))
     table.columns.admit([0], [Want(top_logprobs=5, entropy=True)])
-    sample_top(logits, table, columns, out, workspace)
+    places = Places.empty(2, torch.device("cpu")) if capability == 100 else None
+    sample_top(logits, table, columns, out, workspace, places=places)
 
 
 def adapters(capability: int) -> None:

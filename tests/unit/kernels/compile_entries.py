@@ -76,6 +76,7 @@ from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import lora_shrink, workspace_shape
 from lora.kernels.stack import Rooms, stack_factors
 from lora.segments import Tiles
+from trainer_bridge.drafter.fused_loss import launch_gradient, launch_terms
 from lora.stack import Stack, StackRoom
 
 BF16 = torch.bfloat16
@@ -374,6 +375,14 @@ def gated_delta(capability: int) -> None:
     gdn_gate(out, inputs, gate, weight[: kind.value_dim, 0].contiguous(), 1e-6, kind)
 
 
+def drafter_loss(capability: int) -> None:
+    """With and without a target; in place."""
+    logits = torch.zeros(2, 4096 if capability == 90 else 5001, dtype=torch.float32 if capability == 80 else BF16)
+    target, labels = None if capability == 100 else logits.clone(), torch.zeros(2, dtype=torch.int64)
+    ce, distance, _, notes = launch_terms(logits, target, labels, 0.7)
+    launch_gradient(logits, target, labels, 0.7, notes, ce, distance, logits)
+
+
 def _rows(
     shape: LayerShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -399,4 +408,5 @@ ENTRIES: tuple[Callable[[int], None], ...] = (
     mamba2,
     gated_delta,
     latents,
+    drafter_loss,
 )

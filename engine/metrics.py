@@ -19,7 +19,7 @@ class EngineCounters:
     Of steps that run as captured graphs, `graph_rows` over `graph_padded_rows` is the share of rows
     that are not padding; `graph_eager_steps` ran launch by launch because their capture failed.
     `device_rounds` of speculation were launched ahead by the overlapped loop; in `serial_rounds` it left the
-    step to the serial loop, as some row asked for what rounds on the device do not serve.
+    step to the serial loop, as the engine has no rounds on the device.
     Units of the host tier (pages, window pages, states): `host_spilled` went to the host, `host_restored` came back,
     `host_dropped` were given up there, `host_failed` did not arrive whole, which costs a miss. Of `hit_tokens`,
     `host_hit_tokens` were hits only because they came back.

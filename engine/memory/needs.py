@@ -14,6 +14,7 @@ from engine.attention.decode_metadata import FIXED_SPLITS, STATE_BYTES
 from engine.kernels.decode_pieces import whole_pieces
 from engine.kernels.sample_columns import SampleWorkspace
 from engine.memory.plan import Share
+from engine.models.mixers import MixerSpec
 from engine.models.spec import ModelSpec
 from engine.runner.round_plan import tiers_of_verify_rows
 
@@ -57,8 +58,10 @@ def step_shares(
 ) -> tuple[Share, ...]:
     """A bound on what a prefill step, a captured decode step, its logits and its shared prefixes hold."""
     token, row = _activations(spec, dtype), spec.vocab_size * (dtype.itemsize + 4 * LOGIT_COPIES)
+    space = max((mixer.workspace(spec.hidden, dtype) for mixer in _mixers(spec)), default=0)
+    why = "activations of scheduler.prefill_tokens" + (f", {space} bytes a token for recurrences" if space else "")
     return (
-        Share("prefill_step", prefill_tokens, "tokens", token, "activations of scheduler.prefill_tokens"),
+        Share("prefill_step", prefill_tokens, "tokens", token + space, why),
         Share("decode_step", rows, "rows", token + row, "activations and logits of scheduler.max_running"),
         _prefix_states(spec, rows, context, deterministic),
     )
@@ -83,13 +86,19 @@ def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     if spec.latent is not None:  # queries, absorbed ones, what comes out
         attention = 2 * spec.num_heads * (spec.latent.nope_dim + spec.latent.row + spec.latent.value_dim)
-    mixers = [layer.mixer for layer in spec.layers if layer.mixer is not None]
-    mixing = max([attention, *(2 * sum(mixer.inputs(spec.hidden).values()) for mixer in mixers)])
+    products = [2 * sum(mixer.inputs(spec.hidden).values()) + mixer.output(spec.hidden)[1] for mixer in _mixers(spec)]
+    mixing = max([attention, *products])
+    if any(layer.attends and layer.mixer is not None for layer in spec.layers):
+        mixing += 2 * spec.hidden  # one's result beside the other's, and their sum
     width, experts = spec.intermediate, spec.experts
     if experts is not None:
         each = spec.intermediate if experts.gate is None else experts.gate.width
         width = max(width, experts.per_token * each + (0 if experts.gate is None else experts.gate.shared))
     return (3 * spec.hidden + mixing + 3 * width) * dtype.itemsize
+
+
+def _mixers(spec: ModelSpec) -> list[MixerSpec]:
+    return [layer.mixer for layer in spec.layers if layer.mixer is not None]
 
 
 def _prefix_states(spec: ModelSpec, rows: int, context: int, deterministic: bool) -> Share:

@@ -70,6 +70,10 @@ class Mamba2Spec:
             StateTensor("state", (self.heads, self.head_dim, self.state_size), torch.float32),
         )
 
+    def workspace(self, hidden: int, dtype: torch.dtype) -> int:
+        """Inputs that are scaled are a copy."""
+        return 0 if self.scales is None else sum(self.inputs(hidden).values()) * dtype.itemsize
+
 
 def read_mamba2(config: dict[str, Any], **own: Any) -> Mamba2Spec:
     """From the fields that Bamba, Falcon-H1 and Granite share; `own` are a family's."""

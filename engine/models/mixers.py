@@ -68,6 +68,11 @@ class MixerSpec(Protocol):
         model's."""
         ...
 
+    def workspace(self, hidden: int, dtype: torch.dtype) -> int:
+        """Bytes that a token takes while its prompt is computed, beside its `inputs`, as much again for what they
+        become, and what comes out."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec:
@@ -90,6 +95,10 @@ class ShortConvSpec:
 
     def state(self, hidden: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return (StateTensor("inputs", (self.width - 1, hidden), dtype),)
+
+    def workspace(self, hidden: int, dtype: torch.dtype) -> int:
+        """Sums over taps in fp32: the one so far, what is added, the next."""
+        return 3 * 4 * hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,11 @@ class GatedDeltaSpec:
             StateTensor("inputs", (self.width - 1, self.convolved), dtype),
             StateTensor("state", (self.value_heads, self.value_dim, self.key_dim), torch.float32),
         )
+
+    def workspace(self, hidden: int, dtype: torch.dtype) -> int:
+        """What the systems of all chunks leave for the scan: values, keys, scores within a chunk and three factors
+        of each head."""
+        return self.value_heads * ((self.value_dim + self.key_dim + self.grid) * dtype.itemsize + 3 * 4)
 
 
 class StateLayout(NamedTuple):

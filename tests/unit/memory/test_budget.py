@@ -10,9 +10,12 @@ from typer.testing import CliRunner
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.errors import InvalidRequest
+from engine.layers.gated_delta_reference import GatedDeltaShape
 from engine.memory import budget as budgets
 from engine.memory.budget import ADAPTER_SHARE, adapter_mib, free_bytes, plan_memory, planned
 from engine.memory.needs import DraftShape
+from engine.models.mamba2 import Mamba2Spec
+from engine.models.mixers import GatedDeltaSpec
 from engine.models.spec import LayerSpec
 from lora.config import AdapterConfig
 from lora.packing import pack, room_for
@@ -22,6 +25,7 @@ from tests.unit.lora.toy_geometry import all_linear, geometry, weights
 from tests.unit.memory.test_kv_pool import SPEC
 
 GPU = torch.device("cuda")
+MAMBA = Mamba2Spec(heads=4, head_dim=8, groups=2, state_size=4, width=4)
 
 
 def config(rows: int = 4, tokens: int = 64, **cache) -> EngineConfig:
@@ -62,6 +66,26 @@ def test_every_part_has_its_reserve_and_is_counted() -> None:
     assert more.units("kv") < made.units("kv") and more_tokens.units("kv") < plan(settings).units("kv")
     fixed, free = (replace(settings, deterministic=flag) for flag in (True, False))
     assert plan(fixed).units("kv") != plan(free).units("kv"), "fixed pieces of shared prefixes need other room"
+
+
+def test_prompts_of_recurrent_layers_have_room_for_their_chunks() -> None:
+    """As much as the launcher takes where no workspace is passed."""
+    from engine.kernels.gdn_prefill import PrefillSpace
+
+    mixer, tokens = GatedDeltaSpec(2, 4, 6, 5, 4), 64
+    spec, other = (replace(SPEC, layers=(LayerSpec(), LayerSpec(attends=False, mixer=m))) for m in (mixer, None))
+    space = PrefillSpace.empty(tokens, GatedDeltaShape(2, 4, 6, 5), torch.empty(0, dtype=torch.bfloat16), mixer.grid)
+    taken = sum(getattr(space, name).nbytes for name in space.__slots__)
+    assert taken == tokens * mixer.workspace(SPEC.hidden, torch.bfloat16)
+    shares = [{share.name: share for share in plan(config(tokens=tokens), each).shares} for each in (spec, other)]
+    with_space, without = (each["prefill_step"].bytes for each in shares)
+    assert with_space >= taken + tokens * 2 * (mixer.convolved + 2 * mixer.outputs + sum(mixer.inputs(16).values()))
+    assert with_space > without and "recurrences" in shares[0]["prefill_step"].why
+    scaled = replace(MAMBA, scales=(1.0, 2.0, 1.0, 1.0, 1.0))
+    assert MAMBA.workspace(16, torch.bfloat16) == 0
+    assert scaled.workspace(16, torch.bfloat16) == 2 * sum(MAMBA.inputs(16).values())
+    beside = replace(SPEC, layers=(LayerSpec(mixer=scaled),))
+    assert plan(config(), beside).units("states") > 0
 
 
 def test_on_the_host_pools_grow_to_what_can_be_of_use() -> None:

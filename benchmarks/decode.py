@@ -32,37 +32,38 @@ TARGETS = {
 }
 
 
-def requests(batch: int, vocab_size: int, max_new: int, seed: int) -> list[GroupRequest]:
+def requests(batch: int, vocab_size: int, max_new: int, seed: int, prompt: int = INPUT) -> list[GroupRequest]:
     """Distinct prompts, so that nothing is shared."""
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(temperature=1.0, max_new=max_new, ignore_eos=True, seed=seed)
     return [
         GroupRequest(
             group_id=f"row-{row}",
-            prompt_ids=rng.integers(0, vocab_size, INPUT).astype(np.uint32),
+            prompt_ids=rng.integers(0, vocab_size, prompt).astype(np.uint32),
             sampling=sampling,
         )
         for row in range(batch)
     ]
 
 
-def timed(engine: Engine, batch: int, max_new: int, seed: int) -> float:
+def timed(engine: Engine, batch: int, max_new: int, seed: int, prompt: int = INPUT) -> float:
     """Seconds from the first request to the last reply, cold cache."""
     engine.flush("all")
-    work = requests(batch, engine.limits.vocab_size, max_new, seed)
+    work = requests(batch, engine.limits.vocab_size, max_new, seed, prompt)
     began = time.perf_counter()
     engine.generate(work)
     return time.perf_counter() - began
 
 
-def steady_ms(engine: Engine, batch: int, seed: int) -> float:
+def steady_ms(engine: Engine, batch: int, seed: int, prompt: int = INPUT) -> float:
     """Milliseconds per step while all of `batch` rows decode, cold cache."""
     engine.flush("all")
     counters = engine.counters
-    prompted = counters.computed_tokens + batch * INPUT
+    prompted = counters.computed_tokens + batch * prompt
     finished = counters.samples_finished
     sinks = [Collector() for _ in range(batch)]
-    for request, sink in zip(requests(batch, engine.limits.vocab_size, OUTPUT + 1, seed), sinks, strict=True):
+    work = requests(batch, engine.limits.vocab_size, OUTPUT + 1, seed, prompt)
+    for request, sink in zip(work, sinks, strict=True):
         engine.add_group(request, sink)
     marks: list[tuple[float, int]] = []
     while not all(sink.ended for sink in sinks):

@@ -7,24 +7,22 @@ HTTP, Ray, text and trainers. Nothing here is thread-safe: whoever made the engi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.adapter_switch import follow, followers
 from engine.adapters import PreparedAdapter
-from engine.admission import make_group, refuse_overload
+from engine.admission import Admission
 from engine.build import Parts, load_parts
 from engine.collector import Collector
 from engine.config import EngineConfig
 from engine.context_parallel import ALONE, ContextParallel
 from engine.dspark.report import DraftReport
 from engine.dspark.watching import Drafting
-from engine.errors import Conflict, Corrupt, InvalidRequest, Paused, SparkrollError
+from engine.errors import Conflict, InvalidRequest, SparkrollError
+from engine.inspection import check, gauges
 from engine.loops import make_loop
-from engine.memory.allocator import PageState
 from engine.memory.plan import MemoryPlan
 from engine.metrics import EngineGauges
 from engine.namespaces import Namespaces
@@ -35,7 +33,6 @@ from engine.scheduler.commit import Committer
 from engine.scheduler.jobs import ScoreJob
 from engine.scheduler.loop import SerialLoop
 from engine.scheduler.overlapped import OverlappedLoop
-from engine.scheduler.prefill import ScoreTask
 from engine.scheduler.scheduler import Scheduler
 from engine.types import (
     AbortOutcome,
@@ -52,7 +49,6 @@ from engine.types import (
     UpdateReport,
 )
 from engine.updates import Updates
-from engine.validation import validate_group, validate_score
 from lora.versions import AdapterVersion
 
 
@@ -75,7 +71,6 @@ class Engine:
         self.limits = parts.limits
         self.counters = parts.counters
         self._groups: dict[str, Group] = {}
-        self._arrivals = 0
         self.adapters = parts.adapters
         self._namespaces = Namespaces(parts.cache, parts.layout, parts.config.cache.prefix_cache)
         self._scheduler = Scheduler(
@@ -92,6 +87,7 @@ class Engine:
         self._pause = PauseState(self._scheduler, self._abort_all)
         self._updates = Updates(parts, self._scheduler, self._pause, lambda: self._loop.settle(), self._fail_all)
         self.policy = self._updates.policy
+        self._admission = Admission(parts, self._groups, self._scheduler, self._namespaces, self.policy, self._pause)
         self._loop: SerialLoop | OverlappedLoop = make_loop(parts, self._scheduler, self._committer)
         self.drafting = Drafting(parts.speculation, parts.pages, self._committer, lambda: self._loop.settle())
 
@@ -108,7 +104,7 @@ class Engine:
     def add_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher] | None = None) -> None:
         """Queue a request; results go to `sink` from later steps."""
         try:
-            group = self._admit_group(request, sink, watchers or {})
+            group = self._admission.group(request, sink, watchers or {})
         except SparkrollError:
             self.counters.rejected += 1
             raise
@@ -118,7 +114,7 @@ class Engine:
 
     def generate(self, requests: list[GroupRequest]) -> list[GroupOutput]:
         """Run the engine until these requests are answered, beside whatever else it holds."""
-        self._refuse_while_stopped()
+        self._admission.refuse_while_stopped()
         sinks = [Collector() for _ in requests]
         added: list[str] = []
         try:
@@ -136,7 +132,7 @@ class Engine:
     def step(self) -> bool:
         """One iteration. False when there is nothing that may run now."""
         self._updates.expire()
-        if self.policy.fenced or self._parts.memory.missing or not self._pause.lets_steps:
+        if not (self._admission.able and self._pause.lets_steps):
             return False
         stepped = self._loop.step()
         if stepped and self._parts.canary is not None:
@@ -146,7 +142,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step could do something."""
-        if self.policy.fenced or self._parts.memory.missing:
+        if not self._admission.able:
             return False
         if self._pause.mode == "drain":
             return not self.quiescent
@@ -175,15 +171,9 @@ class Engine:
 
     def add_score(self, request: ScoreRequest, job: ScoreJob) -> None:
         """Queue a scoring request; `job` is called back when all its sequences have run."""
-        self._refuse_while_stopped()
-        validate_score(request, self.limits)
-        lease = job.lease = self.adapters.lease(request.adapter)
+        tasks = self._admission.scoring(request, job)
         self.counters.scored_tokens += sum(len(ids) - request.start for ids in request.sequences)
-        tasks = job.start(request, lambda: self.policy.version)
-        space = partial(self._namespaces.of_scoring, lease)
-        self._scheduler.add_scoring(
-            [ScoreTask(ids.astype(np.int32), space, make, done, lease) for ids, make, done in tasks]
-        )
+        self._scheduler.add_scoring(tasks)
 
     def score(self, request: ScoreRequest) -> ScoreOutput:
         """Log-probabilities of given tokens; runs the engine until they are there."""
@@ -339,50 +329,14 @@ class Engine:
         return {f"draft_{name}": report.total(name) for name in sorted({name for name, _ in report.values})}
 
     def gauges(self) -> EngineGauges:
-        parts, scheduler = self._parts, self._scheduler
-        windows = {} if parts.pages.windows is None else parts.pages.windows.gauges()
-        return EngineGauges(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.scoring),
-            prefilling=len(scheduler.prefills),
-            pages_total=parts.pages.allocator.num_pages,
-            pages_free=parts.pages.allocator.num_free,
-            pages_tree=parts.pages.allocator.count(PageState.TREE),
-            pages_private=parts.pages.allocator.count(PageState.PRIVATE),
-            page_size=parts.pages.page_size,
-            policy_version=self.policy.version,
-            **{f"{tag}_bytes": count for tag, count in parts.memory.bytes().items()},
-            **windows,
-            **({} if parts.pages.restores is None else parts.pages.restores.tier.gauges()),
-        )
+        return gauges(self._parts, self._scheduler, self.policy.version)
 
     def check(self) -> None:
         """Assert that every page, pin and slot is accounted for. Cheap enough when idle."""
         self._loop.settle()
-        held = [sample.sequence for sample in self._scheduler.running if sample.sequence]
-        self._parts.pages.check(held + [prefill.sequence for prefill in self._scheduler.prefills])
-        scoring = list(self._scheduler.scoring) + [p.task for p in self._scheduler.prefills if p.task is not None]
-        leases = {id(lease): lease for holder in (*self._groups.values(), *scoring) if (lease := holder.lease)}
-        self.adapters.check(list(leases.values()))
+        check(self._parts, self._scheduler, self._groups.values())
 
     # --- inside ---------------------------------------------------------------------------------
-
-    def _admit_group(self, request: GroupRequest, sink: GroupSink, watchers: dict[int, StopWatcher]) -> Group:
-        self._refuse_while_unable()
-        validate_group(request, self.limits)
-        if request.group_id in self._groups:
-            raise Conflict(field="group_id", expected="an id no live group has", actual=request.group_id)
-        if request.min_policy_version is not None and request.min_policy_version > self.policy.version:
-            raise Conflict(
-                field="min_policy_version", expected=f"at most {self.policy.version}", actual=request.min_policy_version
-            )
-        refuse_overload(request, len(self._scheduler.waiting), self.limits.max_waiting)
-        self._arrivals += 1
-        group = make_group(
-            request, sink, watchers, self._arrivals, self._parts.model.spec.eos_ids, self._parts.fresh_seed
-        )
-        group.lease = self.adapters.lease(request.adapter)
-        return group
 
     def _follow_adapter(self, old: AdapterVersion, new: AdapterVersion) -> None:
         if followers(self._groups.values(), old):
@@ -397,18 +351,6 @@ class Engine:
     def _finish_restores(self) -> None:
         if self._parts.pages.restores is not None:
             self._parts.pages.restores.finish()
-
-    def _refuse_while_unable(self) -> None:
-        if self.policy.fenced:
-            raise Corrupt(f"this engine is fenced: {self.policy.fenced}")
-        if self._parts.memory.missing:
-            raise Paused(f"memory is released: {sorted(self._parts.memory.missing)}")
-
-    def _refuse_while_stopped(self) -> None:
-        """For calls that run the loop themselves and would wait for ever."""
-        self._refuse_while_unable()
-        if self._pause.mode is not None:
-            raise Paused("generation is paused: resume first")
 
     def _fail_all(self, error: SparkrollError) -> None:
         for group in list(self._groups.values()):

@@ -8,16 +8,14 @@ beside the drafter is replaced, and a reliability diagram drawn. How is `recipes
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from engine.config import load_config
-from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.__main__ import loading
+from engine.errors import InvalidRequest
+from recipes.command_line import loading, quiet, refusals
 from recipes.train_drafter.config import CalibrateConfig
 from rollout.model_catalog import check_model
 
@@ -27,8 +25,8 @@ def main(
     settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
 ) -> None:
     """Fit confidence temperatures on held-out full-window rounds and report how the drafter does."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
+    quiet()
+    with refusals():
         config = load_config(CalibrateConfig, overrides=list(settings or []), base=CalibrateConfig())
         if not (drafter / "config.json").is_file():
             raise InvalidRequest(field="drafter", expected="a drafter's folder, with a config.json", actual=drafter)
@@ -40,9 +38,6 @@ def main(
 
         with Display() as display:
             results = calibrate_drafter(drafter, config, display)
-    except SparkrollError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(json.dumps(results), flush=True)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from engine.config import describe, load_config
-from engine.errors import InvalidRequest, SparkrollError
+from engine.config import describe
+from engine.errors import InvalidRequest
+from recipes.command_line import from_preset, loading, quiet, refusals
 from recipes.grpo.config import PRESETS, ChatModel, GrpoConfig, RandomModel
 from rollout.model_catalog import check_model
 
@@ -43,7 +41,7 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
             overrides.append(f"rollout.engine.dspark.drafter={json.dumps(drafter)}")
         if online_drafter:
             overrides.append("online.enabled=true")
-        try:
+        with refusals():
             if resume is not None:
                 preset, overrides = _recipe_of(resume, overrides)
             config = configuration(preset, overrides, resume, max_steps, presets)
@@ -61,24 +59,10 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
             config.output.mkdir(parents=True, exist_ok=True)
             (config.output / RECIPE).write_text(json.dumps({"preset": preset, "set": overrides}))
             results = run(config, resume=resume is not None)
-        except SparkrollError as error:
-            print(f"error: {error.message}", file=sys.stderr)
-            raise typer.Exit(1) from error
         print(json.dumps(results), flush=True)
 
     main.__doc__ = f"{summary} Presets: {', '.join(presets)}."
     return main
-
-
-def quiet() -> None:
-    """Standard output is for results; standard error for progress and warnings that matter."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def loading() -> None:
-    """Said before what takes seconds, and on a first start longer."""
-    print("loading torch and transformers", file=sys.stderr, flush=True)
 
 
 main = command(PRESETS, "demo", "Train a small policy to answer arithmetic questions with GRPO.")
@@ -92,11 +76,9 @@ def configuration(
     presets: Presets = PRESETS,
 ) -> GrpoConfig:
     """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
-    if preset not in presets:
-        raise InvalidRequest(field="preset", expected=f"one of {sorted(presets)}", actual=preset)
     extra = [] if output is None else [f"output={json.dumps(str(output))}"]
     extra += [] if max_steps is None else [f"max_steps={max_steps}"]
-    return load_config(GrpoConfig, overrides=[*overrides, *extra], base=presets[preset]())
+    return from_preset(GrpoConfig, presets, preset, [*overrides, *extra])
 
 
 def check_policy(model: RandomModel | ChatModel, field: str = "model.name") -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from engine.config import describe, load_config
-from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.__main__ import check_policy, loading, quiet
+from engine.config import describe
+from recipes.command_line import from_preset, loading, quiet, refusals
+from recipes.grpo.__main__ import check_policy
 from recipes.population.config import PRESETS, PopulationConfig
 
 
@@ -22,7 +21,7 @@ def main(
 ) -> None:
     """Train several LoRA policies at once from one base and one fleet of engines, and fork the best."""
     quiet()
-    try:
+    with refusals():
         config = configuration(preset, list(settings or []))
         if show:
             print("\n".join(describe(config)))
@@ -36,18 +35,13 @@ def main(
 
         transformers_logging.disable_progress_bar()
         results = run(config)
-    except SparkrollError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(json.dumps(results), flush=True)
 
 
 def configuration(preset: str, overrides: list[str], output: Path | None = None) -> PopulationConfig:
     """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
-    if preset not in PRESETS:
-        raise InvalidRequest(field="preset", expected=f"one of {sorted(PRESETS)}", actual=preset)
     extra = [] if output is None else [f"output={json.dumps(str(output))}"]
-    return load_config(PopulationConfig, overrides=[*overrides, *extra], base=PRESETS[preset]())
+    return from_preset(PopulationConfig, PRESETS, preset, [*overrides, *extra])
 
 
 if __name__ == "__main__":

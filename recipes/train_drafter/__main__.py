@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
-import warnings
 from typing import Annotated
 
 import typer
 
-from engine.config import describe, load_config
-from engine.errors import InvalidRequest, SparkrollError
-from recipes.grpo.__main__ import loading
+from engine.config import describe
+from recipes.command_line import from_preset, loading, quiet, refusals
 from recipes.grpo.config import ChatModel
 from recipes.train_drafter.config import PRESETS, TrainDrafterConfig
 from rollout.model_catalog import check_model
@@ -26,9 +22,8 @@ def main(
     show: Annotated[bool, typer.Option(help="Print the configuration and stop.")] = False,
 ) -> None:
     """Train a block drafter; started again with the same output folder it goes on where it was."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
+    quiet()
+    with refusals():
         config = configuration(preset, list(settings or []), max_seconds)
         if show:
             print("\n".join(describe(config)))
@@ -46,18 +41,13 @@ def main(
         with Display() as display:
             run = DrafterRun(config, display)
             results = run.dry_run() if dry_run else run.run()
-    except SparkrollError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(json.dumps(results), flush=True)
 
 
 def configuration(preset: str, overrides: list[str], max_seconds: float | None = None) -> TrainDrafterConfig:
     """A preset with overrides; raises `InvalidRequest` naming what does not exist."""
-    if preset not in PRESETS:
-        raise InvalidRequest(field="preset", expected=f"one of {sorted(PRESETS)}", actual=preset)
     extra = [] if max_seconds is None else [f"max_seconds={float(max_seconds)}"]
-    return load_config(TrainDrafterConfig, overrides=[*overrides, *extra], base=PRESETS[preset]())
+    return from_preset(TrainDrafterConfig, PRESETS, preset, [*overrides, *extra])
 
 
 if __name__ == "__main__":

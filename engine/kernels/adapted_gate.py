@@ -61,12 +61,35 @@ def adapted_gate_reference(
     return inner_TI, Adapted(next_site, h_11AR)
 
 
+@triton.jit
+def _factors(
+    values_ptr, offset, next_offset, n, active, rank, next_rank, WIDTH: tl.constexpr, R: tl.constexpr,
+    SHRINK: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Of columns n: gates' and ups' second factors, and the next product's first one."""
+    real_N = n < WIDTH
+    gate_b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
+    up_b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N & active, rank, R, MIXED)
+    a_RN = gate_b_NR
+    if SHRINK:
+        a_RN = factor_columns(values_ptr, next_offset, 0, n, real_N & (next_rank > 0), next_rank, WIDTH, R, MIXED)
+    return gate_b_NR, up_b_NR, a_RN
+
+
+@triton.jit
+def _gates(gate_up_ptr, row_M, real_M1, n, stride, WIDTH: tl.constexpr):
+    real_MN = real_M1 & (n < WIDTH)[None, :]
+    gate_MN_ptr = gate_up_ptr + row_M[:, None] * stride + n[None, :]
+    gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0)
+    return gate_MN, tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0)
+
+
 @triton.jit(do_not_specialize=["site", "next_site", "h_rows"])
 def adapted_gate_kernel(
     gate_up_ptr, squares_ptr, h_ptr, out_ptr, next_h_ptr,
     values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, next_site, sites, h_rows,
     stride, eps, WIDTH: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
-    WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHRINK: tl.constexpr,
+    WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, SHRINK: tl.constexpr,
     MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(0)
@@ -76,28 +99,21 @@ def adapted_gate_kernel(
     rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
     offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
+    next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
     gate_scale = tl.load(scales_ptr + here * 3)
     up_scale = tl.load(scales_ptr + here * 3 + 1)
-    n = plane * BN + tl.arange(0, BN)
-    real_N = n < WIDTH
+    n = plane * (BN * STEPS) + tl.arange(0, BN)
     active = rank > 0
     place = place_of(places_ptr, slot, STACKED)
     # Factors are under way before the wait: behind it they would be a second trip to memory.
-    gate_b_NR = factor_rows(values_ptr, offset, 0, n, real_N & active, rank, R, MIXED)
-    up_b_NR = factor_rows(values_ptr, offset, WIDTH, n, real_N & active, rank, R, MIXED)
-    if SHRINK:
-        next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
-        a_RN = factor_columns(
-            values_ptr, next_offset, 0, n, real_N & (next_rank > 0), next_rank, WIDTH, R, MIXED
-        )  # fmt: skip
+    gate_b_NR, up_b_NR, a_RN = _factors(
+        values_ptr, offset, next_offset, n, active, rank, next_rank, WIDTH, R, SHRINK, MIXED
+    )  # fmt: skip
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if count > 0:
-        real_MN = real_M1 & real_N[None, :]
-        gate_MN_ptr = gate_up_ptr + row_M[:, None] * stride + n[None, :]
-        gate_MN = tl.load(gate_MN_ptr, mask=real_MN, other=0.0)
-        up_MN = tl.load(gate_MN_ptr + WIDTH, mask=real_MN, other=0.0)
+        gate_MN, up_MN = _gates(gate_up_ptr, row_M, real_M1, n, stride, WIDTH)
         gate_h_MR = first_product(
             h_ptr, 0, entry_M, row_M, real_M1 & active, h_rows, place, stride, 2 * WIDTH, PLANES, 2, R, STACKED
         )
@@ -106,25 +122,43 @@ def adapted_gate_kernel(
         )
         if SQUARES > 0:
             squares_MP = plane_squares(squares_ptr, row_M, real_M1, SQUARES, WIDE)
-        gate_b_NR, up_b_NR = held(gate_b_NR, EARLY), held(up_b_NR, EARLY)
-        gate_MN, up_MN = held(gate_MN, EARLY).to(tl.float32), held(up_MN, EARLY).to(tl.float32)
-        gate_h_MR, up_h_MR = held(gate_h_MR.to(tl.float32), EARLY), held(up_h_MR.to(tl.float32), EARLY)
-        if SQUARES > 0:
-            factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
-            gate_MN, up_MN = gate_MN * factor_M1, up_MN * factor_M1
-            gate_h_MR, up_h_MR = gate_h_MR * factor_M1, up_h_MR * factor_M1
-        if BIASED:
-            gate_h_MR = with_ones(gate_h_MR, ranks_ptr, here, 0, R)
-            up_h_MR = with_ones(up_h_MR, ranks_ptr, here, 1, R)
-        gate_MN += tl.dot(gate_h_MR.to(gate_b_NR.dtype), tl.trans(gate_b_NR), input_precision="ieee") * gate_scale
-        up_MN += tl.dot(up_h_MR.to(up_b_NR.dtype), tl.trans(up_b_NR), input_precision="ieee") * up_scale
-        inner_MN = (silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)).to(dtype)
-        tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN, mask=real_MN)
-        if SHRINK:
-            a_RN = held(a_RN, EARLY)
-            # In a block of its own: chained to the products above, every warp would compute all of those.
+        next_h_MR = tl.zeros((BM, R), tl.float32)
+        for step in tl.static_range(STEPS):
+            if step + 1 < STEPS:
+                # What the next columns need is under way while these are computed.
+                later_n = n + BN
+                later_gate_b_NR, later_up_b_NR, later_a_RN = _factors(
+                    values_ptr, offset, next_offset, later_n, active, rank, next_rank, WIDTH, R, SHRINK, MIXED
+                )  # fmt: skip
+                later_gate_MN, later_up_MN = _gates(gate_up_ptr, row_M, real_M1, later_n, stride, WIDTH)
+            gate_b_NR, up_b_NR = held(gate_b_NR, EARLY), held(up_b_NR, EARLY)
+            gate_MN, up_MN = held(gate_MN, EARLY).to(tl.float32), held(up_MN, EARLY).to(tl.float32)
+            if step == 0:
+                gate_h_MR, up_h_MR = held(gate_h_MR.to(tl.float32), EARLY), held(up_h_MR.to(tl.float32), EARLY)
+                if SQUARES > 0:
+                    factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
+                    gate_h_MR, up_h_MR = gate_h_MR * factor_M1, up_h_MR * factor_M1
+                if BIASED:
+                    gate_h_MR = with_ones(gate_h_MR, ranks_ptr, here, 0, R)
+                    up_h_MR = with_ones(up_h_MR, ranks_ptr, here, 1, R)
+                gate_h_MR, up_h_MR = gate_h_MR.to(gate_b_NR.dtype), up_h_MR.to(up_b_NR.dtype)
+            if SQUARES > 0:
+                gate_MN, up_MN = gate_MN * factor_M1, up_MN * factor_M1
+            gate_MN += tl.dot(gate_h_MR, tl.trans(gate_b_NR), input_precision="ieee") * gate_scale
+            up_MN += tl.dot(up_h_MR, tl.trans(up_b_NR), input_precision="ieee") * up_scale
+            inner_MN = (silu(gate_MN.to(dtype).to(tl.float32), dtype) * up_MN.to(dtype).to(tl.float32)).to(dtype)
+            real_MN = real_M1 & (n < WIDTH)[None, :]
+            tl.store(out_ptr + row_M[:, None] * WIDTH + n[None, :], inner_MN, mask=real_MN)
+            if SHRINK:
+                a_RN = held(a_RN, EARLY)
+                # In a block of its own: chained to the products above, every warp would compute all of those.
+                if next_rank > 0:
+                    next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), next_h_MR, input_precision="ieee")
+            if step + 1 < STEPS:
+                n, gate_b_NR, up_b_NR, a_RN = later_n, later_gate_b_NR, later_up_b_NR, later_a_RN
+                gate_MN, up_MN = later_gate_MN, later_up_MN
+        if SHRINK:  # noqa: SIM102 (known when compiled; the next is not)
             if next_rank > 0:
-                next_h_MR = tl.dot(inner_MN.to(a_RN.dtype), tl.trans(a_RN), input_precision="ieee")
                 at_MR = (plane * h_rows + entry_M)[:, None] * R + tl.arange(0, R)[None, :]
                 tl.store(next_h_ptr + at_MR, next_h_MR, mask=real_M1)
 
@@ -139,6 +173,7 @@ def adapted_gate(
     next_site: int | None = None,
     block: int | None = None,
     warps: int | None = None,
+    steps: int | None = None,
 ) -> tuple[torch.Tensor, Adapted | None]:
     """[T, I] of [T, 2I] with what stands behind it, and the first product at `next_site` where there is one. With
     `squares_TP` of a norm over `width` values, gates, ups and the adapters' first product lack its factor."""
@@ -148,7 +183,8 @@ def adapted_gate(
     assert gate_up_T2I.stride(1) == 1, "rows must be contiguous"
     assert h_PGAR is None or h_PGAR.shape[1] == 2, "a first product of two parts"
     best = choice(step)
-    chosen, next_planes = columns(best.gate_block, rank, tiles, inner, block)
+    steps = steps or best.gate_steps
+    chosen, next_planes = columns(best.gate_block, rank, tiles, inner, steps, block)
     out_TI = gate_up_T2I.new_empty(tokens, inner)
     next_h_PGAR = out_TI if next_site is None else step.work(next_site % 2, next_planes, 1)
     squares = 0 if squares_TP is None else squares_TP.shape[1]
@@ -174,6 +210,7 @@ def adapted_gate(
         R=rank,
         BM=tiles.block,
         BN=chosen,
+        STEPS=steps,
         SHRINK=next_site is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,

@@ -38,7 +38,9 @@ TOGETHER = tl.constexpr(64)
 class Choice:
     """Columns and warps of each launch's programs for factors of rank 16 (columns fall as ranks and a tile's
     rows rise, so that a program holds as much), into how many pieces the first product that is a launch of its
-    own cuts its inputs, and whether that runs beside the model's product of the same inputs."""
+    own cuts its inputs, and whether that runs beside the model's product of the same inputs. A program takes so
+    many times those columns, in `steps`: what it finds its factors by it looks up once, and a step's are under way
+    while the one before is computed."""
 
     sum_block: int
     sum_warps: int
@@ -48,6 +50,8 @@ class Choice:
     splits: int
     shrink_warps: int
     beside: bool = False
+    sum_steps: int = 1
+    gate_steps: int = 1
 
 
 CHOICES = (
@@ -66,10 +70,12 @@ def choice(step: KernelStep) -> Choice:
     return next(found for most, found in choices if step.tiles.num_tiles <= most)
 
 
-def columns(block: int, rank: int, tiles: Tiles, width: int, exact: int | None = None) -> tuple[int, int]:
-    """Columns of a program, `block` for few ranks and rows and `exact` if given, and how many such there are."""
+def columns(
+    block: int, rank: int, tiles: Tiles, width: int, steps: int = 1, exact: int | None = None
+) -> tuple[int, int]:
+    """Columns of a program's step, `block` for few ranks and rows and `exact` if given, and how many programs."""
     found = exact or max(MIN_BLOCK, min(block * 16 // max(16, rank, tiles.block), triton.next_power_of_2(width)))
-    return found, triton.cdiv(width, found)
+    return found, triton.cdiv(width, found * steps)
 
 
 def tables(step: KernelStep) -> tuple[torch.Tensor, ...]:

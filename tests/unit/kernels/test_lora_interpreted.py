@@ -255,14 +255,14 @@ def test_first_products_that_stand_behind_the_models():
 
 @pytest.mark.parametrize(("site", "following"), [(2, 3), (4, 1), (4, None)])
 def test_the_residual_stream_between_adapted_products(site, following):
-    """In one piece of the columns and in several."""
+    """In one piece of the columns, in several, and in several by one program."""
     step = KernelStep(pool(), SLOTS)
     y, residual, weight = torch.randn(len(SLOTS), 64), torch.randn(len(SLOTS), 64), torch.randn(64)
     before, expected_residual = shrunk(step, site), residual.clone()
     expected = adapted_sum_reference(step, y, before, expected_residual, weight, following)
-    for block in (64, 32):
+    for block, steps in ((64, 1), (32, 1), (16, 3)):
         kept = residual.clone()
-        stream = adapted_sum(step, y, before, kept, weight, following, block=block)
+        stream = adapted_sum(step, y, before, kept, weight, following, block=block, steps=steps)
         close(kept, expected_residual)
         close(stream.x_TD, expected.x_TD)
         close(stream.squares_TP.sum(1), expected.squares_TP.sum(1))
@@ -274,12 +274,12 @@ def test_the_gate_of_adapted_rows_and_others():
     """Alone, and with the factor of a norm and the next first product."""
     step = KernelStep(pool(), SLOTS)
     gate_up, squares, adapted = torch.randn(len(SLOTS), 160), torch.rand(len(SLOTS), 3) * 64, shrunk(step, 3)
-    for rest in ((), (squares, 64, 1e-6, 4)):
+    for steps, rest in ((1, ()), (2, (squares, 64, 1e-6, 4)), (1, (squares, 64, 1e-6, 4))):
         expected = adapted_gate_reference(step, adapted, gate_up, *rest)
-        inner, following = adapted_gate(step, adapted, gate_up, *rest, block=32)
+        inner, following = adapted_gate(step, adapted, gate_up, *rest, block=32, steps=steps)
         close(inner, expected[0])
         if rest:
-            assert following is not None and following.h_PGAR.shape[0] == 3
+            assert following is not None and following.h_PGAR is not None and len(following.h_PGAR) == 4 - steps
             products_close(step, following, expected[1])
 
 

@@ -37,12 +37,11 @@ class FullAttention(Component):
         return pages.tobytes(), [pages]
 
     def enter(self, payload: np.ndarray, length: int) -> bytes:
-        ids = payload.tobytes()
-        if len(ids) == _ID_BYTES:
-            self.allocator.hand_over(int.from_bytes(ids, "little"))
+        if len(payload) == 1:
+            self.allocator.hand_over(payload.item(0))
         else:
             self.allocator.transfer(payload, _PRIVATE, _TREE)
-        return ids
+        return payload.tobytes()
 
     def lengthen(self, data: bytes, payload: np.ndarray, length: int) -> bytes:
         return data + self.enter(payload, length)

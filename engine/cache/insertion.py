@@ -67,7 +67,7 @@ def _lengthened(tree: RadixTree, node: Node, payloads: Sequence[Any], length: in
     values: list[Any] = data
     done: list[Component] = []
     try:
-        for component in reversed(tree.components):  # the last are those that may refuse
+        for component in tree.refusing:
             index = component.index
             value = component.lengthen(data[index], payloads[index], length)
             if value is None:

@@ -6,11 +6,10 @@ and never joined into a string: whatever a caller chooses as salt cannot equal a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamedTuple):
     """Two requests may share pages only if all of this is equal.
 
     `epoch` is the cache's weight epoch, `adapter` and `adapter_rev` the LoRA policy and its load

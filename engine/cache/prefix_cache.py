@@ -49,7 +49,6 @@ class PrefixCache:
         assert isinstance(self.components[0], FullAttention), "the first component holds the full-attention pages"
         self.tree = RadixTree(page_size, self.components)
         self._others = tuple(component.name for component in self.components[1:])
-        self._nothing = (None,) * len(self._others)
         self._epoch = 0
         self._receipts = 0
         self._lookup_tokens = self._hit_tokens = 0
@@ -64,18 +63,19 @@ class PrefixCache:
         tree = self.tree
         length = len(tokens)
         if limit is not None and limit * TOKEN_BYTES < length:
-            length = max(limit, 0) * TOKEN_BYTES
+            length = limit * TOKEN_BYTES if limit > 0 else 0
         length -= length % tree.page_bytes
         root = tree.roots.get(namespace)
         if root is None:
-            return Match(namespace, tokens, length, None, 0, tree.changes)
+            return Match(namespace, tokens, length, None, 0, 0, "", tree.changes)
         node, pos, child, common = tree.descend(root, tokens, 0, length)
         if child is not None:
             node = child
-        found = Match(namespace, tokens, length, node, (pos + common) // TOKEN_BYTES, tree.changes)
+        structural = usable = (pos + common) // TOKEN_BYTES
+        limit_name = ""
         if tree.picky:
-            found.node, found.usable, found.limited_by = tree.usable(node, found.structural)
-        return found
+            node, usable, limit_name = tree.usable(node, structural)
+        return Match(namespace, tokens, length, node, structural, usable, limit_name, tree.changes)
 
     def acquire(self, match: Match) -> Receipt:
         """Pin what `match` found, or what is there by now if the tree has changed since."""
@@ -133,8 +133,10 @@ class PrefixCache:
         assert pages.dtype == _INT32, f"page ids: expected int32, got {pages.dtype}"
         if not num_bytes:
             return Extension(start, start, pages, 0)
-        payloads = [pages, *(self._nothing if states is None else map(states.get, self._others))]
-        if tokens[: tree.page_bytes] not in node.children:
+        payloads: list[Any] = [pages]
+        for name in self._others:
+            payloads.append(None if states is None else states.get(name))
+        if not node.children or tokens[: tree.page_bytes] not in node.children:
             known, (target, held) = 0, append(tree, node, tokens, payloads)
         else:
             target, known, held = insert(tree, node, tokens, payloads)
@@ -208,11 +210,13 @@ class PrefixCache:
 
     def copied(self, receipt: Receipt) -> None:
         """The states that an acquired receipt starts from have been copied: they need not stay."""
-        if receipt.held:
+        held = receipt.held
+        if held:
             kept = []
-            for each in receipt.held:
-                if each[0].until_copied:
-                    each[0].unpin(each[1])
+            for each in held:
+                component, taken = each
+                if component.until_copied:
+                    component.unpin(taken)
                 else:
                     kept.append(each)
             receipt.held = kept

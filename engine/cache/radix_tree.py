@@ -30,6 +30,8 @@ class RadixTree:
     def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
         self.page_bytes = page_size * TOKEN_BYTES
         self.components = components
+        self.refusing = tuple(reversed(components))
+        """The last are those that may refuse to lengthen a node."""
         self.picky = tuple((i, c) for i, c in enumerate(components) if not c.every_boundary)
         """The components that restrict where a hit may end."""
         restricting = [component for _, component in self.picky]
@@ -71,11 +73,11 @@ class RadixTree:
             if child is None:
                 break
             edge = child.edge
-            size = len(edge)
-            if size > page and (pos + size > end or not continues(edge, pos)):
+            below = pos + len(edge)
+            if below > end or not continues(edge, pos):
                 return node, pos, child, self._common(edge, tokens, pos, end)
             node = child
-            pos += size
+            pos = below
         return node, pos, None, 0
 
     def _common(self, edge: bytes, tokens: bytes, pos: int, end: int) -> int:
@@ -174,11 +176,9 @@ class RadixTree:
         return upper, undo
 
     def add_child(self, parent: Node, edge: bytes, data: list[Any]) -> Node:
-        """A new node under one that is pinned, or about to be."""
+        """A new node under one that is pinned, or about to be; whoever pins it next gives it its stamp."""
         node = Node(parent, edge, parent.end + len(edge) // TOKEN_BYTES, data)
         parent.children[edge[: self.page_bytes]] = node
-        self.clock += 1
-        node.stamp = self.clock
         self.num_nodes += 1
         self.total_bytes += len(edge)
         self.changes += 1
@@ -292,8 +292,10 @@ class RadixTree:
         root = node.root
         if root.doomed:
             self._sweep_up(node)
-        elif not node.children and node is not root:
-            root.queue.append(node)
+        elif node is not root:
+            if not node.children:
+                root.queue.append(node)
+            return
         if not root.children and not root.pins:
             self.drop_root(root)
 

@@ -55,7 +55,7 @@ class RecurrentState(Component):
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator = allocator
-        self._queue = ReclaimQueue()
+        self._queue = ReclaimQueue(self._key)
         self._pinned = 0
         self._credit = 0
 
@@ -73,18 +73,17 @@ class RecurrentState(Component):
         data: NodeState = node.data[self.index]
         if not data.slot:
             return None
-        self._pinned += not data.pins
-        data.pins += 1
+        pins = data.pins
+        data.pins = pins + 1
+        self._pinned += not pins
         return node
 
     def unpin(self, held: Node | None) -> None:
         if held is not None:
             data: NodeState = held.data[self.index]
-            data.pins -= 1
-            self._pinned -= not data.pins
+            data.pins = pins = data.pins - 1
+            self._pinned -= not pins
             data.credit = self._credit
-            if held not in self._queue.entries:
-                self._queue.put(held, self._key(held))
 
     # Structure -------------------------------------------------------------------------------
 
@@ -132,8 +131,8 @@ class RecurrentState(Component):
         """In use now: what it is worth counts from here."""
         data: NodeState = node.data[self.index]
         if data.slot:
-            data.credit = credit = self._credit
-            self._queue.put(node, (node.root.age, node.rank, credit + self.worth(node)))
+            data.credit = self._credit
+            self._queue.put(node)
         else:
             self._queue.remove(node)
 
@@ -141,9 +140,8 @@ class RecurrentState(Component):
         self.placed(node)
 
     def removed(self, nodes: list[Node]) -> None:
-        entries = self._queue.entries
         for node in nodes:
-            entries.pop(node, None)
+            self._queue.remove(node)
 
     def worth(self, node: Node) -> int:
         """Tokens between the node's end and the nearest snapshot above it."""
@@ -177,17 +175,18 @@ class RecurrentState(Component):
             self.release(slots)
 
     def evict(self, tree: RadixTree, want: int) -> int:
-        freed = 0
+        freed, in_use = 0, []
         while freed < want:
             entry = self._queue.pop()
             if entry is None:
                 break
             node, key = entry
             if node.data[self.index].pins:
+                in_use.append(node)
                 continue
-            if (now := self._key(node)) > key:
+            if self._key(node) > key:
                 # Used since, or what was above it has gone: it has become worth more.
-                self._queue.put(node, now)
+                self._queue.put(node)
                 continue
             self._credit = max(self._credit, key[2])
             if tree.spiller is not None:
@@ -196,6 +195,8 @@ class RecurrentState(Component):
             node.data[self.index] = NodeState()
             tree.changes += 1
             freed += 1
+        for node in in_use:
+            self._queue.put(node)
         return freed
 
     def refill(self, node: Node, slot: int) -> None:
@@ -211,6 +212,8 @@ class RecurrentState(Component):
     def check(self, held: list[tuple[NodeState, int]]) -> None:
         slots = sorted(data.slot for data, _ in held if data.slot)
         assert slots == np.flatnonzero(self.allocator.states == _TREE).tolist(), "snapshots are not those owned"
+        queued = {id(node.data[self.index]) for node in self._queue.nodes()}
+        assert all(id(data) in queued for data, _ in held if data.slot), "a snapshot that would never be reclaimed"
         pinned = sum(1 for data, _ in held if data.pins)
         assert pinned == self._pinned, f"{self._pinned} pinned snapshots counted, {pinned} found"
         assert all(data.slot and data.pins >= 0 for data, _ in held if data.pins), "a pin on no snapshot"

@@ -8,7 +8,6 @@ is not kept, and what was kept of it is forgotten. Ignores where units go (`Unit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +34,7 @@ class UnitKeeper(Protocol):
 
 def digests(space: Namespace, tokens: bytes, page_bytes: int, first: int, last: int) -> Iterator[bytes]:
     """What names the units that end `first + 1`, ... `last` pages deep."""
-    prefix = blake2b(repr(astuple(space)).encode(), digest_size=DIGEST_BYTES)
+    prefix = blake2b(repr(tuple(space)).encode(), digest_size=DIGEST_BYTES)
     prefix.update(tokens[: first * page_bytes])
     for page in range(first, last):
         prefix.update(tokens[page * page_bytes : (page + 1) * page_bytes])

@@ -61,7 +61,7 @@ class SlidingWindow(Component):
         self.reach = -(-(window - 1) // page_size) * page_size
         """Tokens before a boundary, whole pages, that the token after it needs."""
         self._reach = self.reach // page_size
-        self._queue = ReclaimQueue()
+        self._queue = ReclaimQueue(self._key)
         self._clock = 0
 
     def evictable(self, tree: RadixTree) -> int:
@@ -94,34 +94,27 @@ class SlidingWindow(Component):
     # Matching --------------------------------------------------------------------------------
 
     def accepts(self, node: Node, boundary: int) -> bool:
-        index, low = self.index, max(0, boundary - self.reach)
-        step = node
+        index, low, step = self.index, boundary - self.reach, node
         while (parent := step.parent) is not None:
-            start, holes = parent.end, step.data[index].holes
-            if holes:
-                return start + holes * self.page_size <= low
-            if start <= low:
+            if holes := step.data[index].holes:
+                return parent.end + holes * self.page_size <= low
+            if parent.end <= low:
                 return True
             step = parent
         return True
 
     def used(self, node: Node, length: int) -> None:
-        low = length - self.reach
-        self._clock += 1
-        index, clock, entries = self.index, self._clock, self._queue.entries
-        step = node
-        while (parent := step.parent) is not None and step.end > low:
-            data: WindowPages = step.data[index]
-            data.used = clock
-            if step not in entries or not step.rank:
-                self._enqueue(step, data)
-            step = parent
+        low = length - self.reach if length > self.reach else 0
+        self._clock = clock = self._clock + 1
+        if length and not node.rank:
+            self.placed(node)  # it goes before others now
+        index, step = self.index, node
+        while step is not None and step.end > low:
+            step.data[index].used = clock
+            step = step.parent
 
-    def _enqueue(self, node: Node, data: WindowPages) -> None:
-        if 4 * data.holes < len(data.ids):
-            self._queue.put(node, self._key(node, data))
-
-    def _key(self, node: Node, data: WindowPages) -> tuple[int, int, bool, int]:
+    def _key(self, node: Node) -> tuple[int, int, bool, int]:
+        data: WindowPages = node.data[self.index]
         return node.root.age, node.rank, self._surplus(data) <= 0, data.used
 
     def _surplus(self, data: WindowPages) -> int:
@@ -152,11 +145,9 @@ class SlidingWindow(Component):
         return WindowPages(offered.tobytes(), holes), [offered[holes:]] if holes < len(offered) else []
 
     def enter(self, payload: np.ndarray | None, length: int) -> WindowPages:
-        if payload is not None:
-            ids = payload.tobytes()
-            if len(ids) == 4 and (page := int.from_bytes(ids, "little")):
-                self.allocator.hand_over(page)
-                return WindowPages(ids, 0)
+        if payload is not None and len(payload) == 1 and (page := payload.item(0)):
+            self.allocator.hand_over(page)
+            return WindowPages(payload.tobytes(), 0)
         return super().enter(payload, length)
 
     def pieces(self, value: WindowPages) -> list[np.ndarray]:
@@ -201,17 +192,15 @@ class SlidingWindow(Component):
         data: WindowPages = node.data[self.index]
         if not data.used:
             data.used = self._clock
-        live = len(data.ids) // 4 - data.holes
-        if live and (live > self._reach or node not in self._queue.entries):
-            self._queue.put(node, (node.root.age, node.rank, live <= self._reach, data.used))
+        if 4 * data.holes < len(data.ids):
+            self._queue.put(node)
 
     def demoted(self, node: Node) -> None:
-        self._enqueue(node, node.data[self.index])
+        self.placed(node)
 
     def removed(self, nodes: list[Node]) -> None:
-        entries = self._queue.entries
         for node in nodes:
-            entries.pop(node, None)
+            self._queue.remove(node)
 
     def _offer(self, payload: np.ndarray | None, start: int, end: int) -> tuple[np.ndarray, int]:
         """The ids for payload tokens [start, end), and how many are missing before the first."""
@@ -252,8 +241,8 @@ class SlidingWindow(Component):
                 break
             node, key = entry
             data: WindowPages = node.data[self.index]
-            if (now := self._key(node, data)) > key:
-                self._queue.put(node, now)
+            if self._key(node) > key:
+                self._queue.put(node)
                 continue
             live, surplus = len(data) - data.holes, self._surplus(data)
             last = surplus if surplus > 0 else live
@@ -298,6 +287,8 @@ class SlidingWindow(Component):
             assert data.ids[: 4 * data.holes] == bytes(4 * data.holes), "a page before the holes' end"
             assert data.live.all(), "a hole after the first page"
             ids.append(data.live)
+        queued = {id(node.data[self.index]) for node in self._queue.nodes()}
+        assert all(id(data) in queued for data, _ in held if self.count(data)), "pages that would never be reclaimed"
         expected = np.flatnonzero(self.allocator.states == _TREE)
         assert np.array_equal(np.sort(np.concatenate(ids)), expected), "the tree's window pages are not those it owns"
 

@@ -320,17 +320,17 @@ class TritonAttention:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
         itemsize = kv_pool.dtype.itemsize
-        # A row's tiles may not depend on how many others there are.
+        # A row's tiles may not depend on how many others there are, nor on what it shares with them.
         rows = 1 << 20 if self._deterministic else max_rows
         tiles = (
-            decode_config(self._block_d, itemsize, shared or self._deterministic, rows),
+            decode_config(self._block_d, itemsize, shared and not self._deterministic, rows),
             prefix_config(self._block_d, itemsize, self._group),
         )
         metadata = decode_buffers(
             self.size(kv_pool), self._workspace, tiles, max_rows, kv_pool.device, tables, shared, self._deterministic
         )
         if kv_pool.window_pages is not None:
-            alone = decode_config(self._block_d, itemsize, self._deterministic, rows)
+            alone = decode_config(self._block_d, itemsize, rows=rows)
             given = metadata, self._workspace, alone, window_tables_BP
             metadata.window = window_buffers(*given, self._reach, self._deterministic)
         return metadata

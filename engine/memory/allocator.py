@@ -113,11 +113,10 @@ class PageAllocator:
 
     def hand_over(self, page: int) -> None:
         """`transfer` of one PRIVATE page to the TREE: most inserts do nothing else."""
-        filled = self._map
-        if not 0 < page <= self.num_pages or filled[page] != 2:
+        filled, counts = self._map, self._counts
+        if page < 1 or page > self.num_pages or filled[page] != 2:
             raise self._refusal([page], PRIVATE)
         filled[page] = 1
-        counts = self._counts
         counts[2] -= 1
         counts[1] += 1
 

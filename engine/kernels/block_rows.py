@@ -19,6 +19,7 @@ import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
 from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.packed_rows import lay_tokens, pad_tokens, place_of
 from engine.kernels.round_rows import BlockRows, RoundLimits
 
 
@@ -69,29 +70,25 @@ def _blocks_kernel(
     b_B = tl.arange(0, ROWS)
     window_B = tl.load(window_ptr + b_B, mask=b_B < rows, other=0)
     counts_B = tl.where(window_B > 0, window_B + LEAD, 0)
-    start = tl.sum(tl.where(b_B < row, counts_B, 0), 0)
+    start, count = place_of(counts_B, b_B, row)
     tl.store(starts_ptr + row, start)
     if row == rows:
         # Padding begins where the last row ends.
         for first in range(0, tokens, PAD):
             at_P = first + tl.arange(0, PAD)
             mask_P = (at_P >= start) & (at_P < tokens)
-            tl.store(ids_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
-            tl.store(positions_ptr + at_P, tl.full((PAD,), 0, tl.int64), mask=mask_P)
-            tl.store(writes_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
+            pad_tokens(ids_ptr, positions_ptr, writes_ptr, at_P, mask_P)
     else:
-        count = tl.sum(tl.where(b_B == row, counts_B, 0), 0)
         drafts = count > 0
         slot = tl.load(slots_ptr + row).to(tl.int32)
         anchor = tl.load(anchors_ptr + row)
         k_W = tl.arange(0, WIDE)
         inside_W = (k_W < count) & (start + k_W < tokens)
-        positions_W = anchor + k_W
-        page_W = tl.load(tables_ptr + row.to(tl.int64) * table_stride + positions_W // PAGE, mask=inside_W, other=0)
-        at_W = start + k_W
-        tl.store(ids_ptr + at_W, tl.where(k_W == 0, tl.load(anchor_ids_ptr + row), mask_id), mask=inside_W)
-        tl.store(positions_ptr + at_W, positions_W, mask=inside_W)
-        tl.store(writes_ptr + at_W, page_W.to(tl.int64) * PAGE + positions_W % PAGE, mask=inside_W)
+        positions_W, at_W = anchor + k_W, start + k_W
+        ids_W = tl.where(k_W == 0, tl.load(anchor_ids_ptr + row), mask_id)
+        lay_tokens(
+            ids_ptr, positions_ptr, writes_ptr, tables_ptr, table_stride, row, at_W, ids_W, positions_W, inside_W, PAGE
+        )
         tl.store(lens_ptr + row, tl.where(drafts, anchor.to(tl.int32) + count, 0))
         tl.store(slots_out_ptr + row, tl.where(drafts, slot, -1))
         # A draft's own places: its token among all, and the position it is drawn for.

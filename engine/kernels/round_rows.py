@@ -22,6 +22,7 @@ import triton.language as tl
 
 from engine.kernels.attention_tile import power_of_two
 from engine.kernels.early import await_inputs, is_early, options, release_next
+from engine.kernels.packed_rows import lay_tokens, pad_tokens, place_of
 from engine.memory.device_table import DeviceTable
 
 IDLE = -1
@@ -285,21 +286,18 @@ def _pack_kernel(
     window_B = tl.load(window_ptr + b_B, mask=b_B < rows, other=-1)
     lens_B = tl.load(lens_ptr + b_B, mask=b_B < rows, other=0).to(tl.int32)
     counts_B = tl.where(window_B >= 0, lens_B + 1, 0)
-    start = tl.sum(tl.where(b_B < row, counts_B, 0), 0)
+    start, count = place_of(counts_B, b_B, row)
     tl.store(starts_ptr + row, start)
     if row == rows:
         # Padding begins where the last row ends.
         for first in range(0, verify, PAD):
             at_P = first + tl.arange(0, PAD)
             mask_P = (at_P >= start) & (at_P < verify)
-            tl.store(ids_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
-            tl.store(positions_ptr + at_P, tl.full((PAD,), 0, tl.int64), mask=mask_P)
-            tl.store(writes_ptr + at_P, tl.full((PAD,), -1, tl.int64), mask=mask_P)
+            pad_tokens(ids_ptr, positions_ptr, writes_ptr, at_P, mask_P)
             tl.store(ends_ptr + at_P, tl.full((PAD,), 0, tl.int64), mask=mask_P)
             tl.store(slots_out_ptr + at_P, tl.full((PAD,), -1, tl.int32), mask=mask_P)
             tl.store(owner_ptr + at_P, tl.full((PAD,), -1, tl.int32), mask=mask_P)
     else:
-        count = tl.sum(tl.where(b_B == row, counts_B, 0), 0)
         slot = tl.load(slots_ptr + row).to(tl.int32)
         anchor = tl.load(anchors_ptr + row)
         k_W = tl.arange(0, WIDE)
@@ -307,12 +305,10 @@ def _pack_kernel(
         drafts_at_W = row.to(tl.int64) * DRAFTS + tl.maximum(k_W - 1, 0)
         drafts_W = tl.load(drafts_ptr + drafts_at_W, mask=inside_W & (k_W > 0), other=0)
         ids_W = tl.where(k_W == 0, tl.load(anchor_ids_ptr + row), drafts_W)
-        positions_W = anchor + k_W
-        page_W = tl.load(tables_ptr + row.to(tl.int64) * table_stride + positions_W // PAGE, mask=inside_W, other=0)
-        at_W = start + k_W
-        tl.store(ids_ptr + at_W, ids_W, mask=inside_W)
-        tl.store(positions_ptr + at_W, positions_W, mask=inside_W)
-        tl.store(writes_ptr + at_W, page_W.to(tl.int64) * PAGE + positions_W % PAGE, mask=inside_W)
+        positions_W, at_W = anchor + k_W, start + k_W
+        lay_tokens(
+            ids_ptr, positions_ptr, writes_ptr, tables_ptr, table_stride, row, at_W, ids_W, positions_W, inside_W, PAGE
+        )
         tl.store(slots_out_ptr + at_W, slot + k_W * 0, mask=inside_W)
         tl.store(owner_ptr + at_W, row + k_W * 0, mask=inside_W)
         tl.store(ends_ptr + at_W, positions_W + 1, mask=inside_W)

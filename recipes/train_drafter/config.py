@@ -48,10 +48,11 @@ class PromptConfig:
 @dataclass(frozen=True, slots=True)
 class FeatureConfig:
     """Where the target's states come from while training. "disk" computes them once into `features/`, in shards
-    of `shard_mib`, refused beyond `max_gib`; "live" computes them anew for every step; "ray" does so in
-    `workers` other processes with an engine each. `ahead` steps of examples wait at most."""
+    of `shard_mib`; "memory" computes them before training and keeps them on the target's device; both are
+    refused beyond `max_gib`. "live" computes them anew for every step; "ray" does so in `workers` other processes
+    with an engine each. `ahead` steps of examples wait at most."""
 
-    source: Literal["disk", "live", "ray"] = "disk"
+    source: Literal["disk", "memory", "live", "ray"] = "disk"
     shard_mib: int = 256
     max_gib: float = 32.0
     ahead: int = 2
@@ -158,16 +159,17 @@ def tiny() -> TrainDrafterConfig:
 
 
 def smollm2() -> TrainDrafterConfig:
-    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. So
-    small a target scores a step's examples anew faster than a disk would bring 7 kB a token."""
+    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. States
+    of 7 kB a token, some 17 GB, stay on the GPU: a step takes less time than computing its states anew would. A
+    step is one micro-batch, whose logits exist in thirds of 1.4 GB each of drafter and target."""
     return TrainDrafterConfig(
         output=Path("outputs/drafter_smollm2"),
         target=ChatModel(),
         prompts=PromptConfig(training=6000, held_out=32),
-        features=FeatureConfig(source="live"),
+        features=FeatureConfig(source="memory"),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=16384, chunk=256),
+        optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=131072, chunk=2048),
         evaluation=EvaluationConfig(every=250, max_new=256, batch=96, fit_samples=4),
         engine=EngineConfig(
             dtype="bfloat16",

@@ -21,7 +21,7 @@ from trainer_bridge.drafter.examples import DraftExample, ExampleLog, keep_super
 from trainer_bridge.drafter.feature_cache import CacheOrigin, FeatureCache, FeatureCacheWriter, cache_bytes
 from trainer_bridge.drafter.features import FeatureScorer
 from trainer_bridge.drafter.responses import Dialogue, Responder, mean_length, regenerate
-from trainer_bridge.drafter.stream import FeatureSource, LiveFeatures
+from trainer_bridge.drafter.stream import FeatureSource, KeptFeatures, LiveFeatures
 
 GIB = float(1 << 30)
 
@@ -151,6 +151,35 @@ def cache_states(
     return True
 
 
+def keep_states(
+    config: TrainDrafterConfig,
+    scorer: FeatureScorer,
+    origin: CacheOrigin,
+    examples: Sequence[DraftExample],
+    display: Display,
+) -> KeptFeatures:
+    """All states, in memory. Refused before they are computed where they would take more than allowed or, on a GPU,
+    more than is free."""
+    size = cache_bytes(sum(example.num_tokens for example in examples), origin) / GIB
+    display.say(f"states of {len(examples):,} examples take {size:.3f} GiB of memory")
+    if size > config.features.max_gib:
+        raise TooLarge(field="features.max_gib", expected=f"at least {size:.1f}", actual=config.features.max_gib)
+    free = scorer.free_bytes()
+    if free is not None and size > free / GIB:
+        raise TooLarge(
+            field="features.source",
+            expected=f'"live" or "disk", as {size:.1f} GiB are not free on the GPU ({free / GIB:.1f} are)',
+            actual=config.features.source,
+        )
+    phase, kept = display.phase("states", len(examples), 0), []
+    phase.plain_every = 1
+    for start in range(0, len(examples), config.portion):
+        part = examples[start : start + config.portion]
+        kept += scorer.score(part)
+        phase.advance(len(kept), f"{sum(e.num_tokens for e in part):,} tokens")
+    return KeptFeatures(kept)
+
+
 def open_source(
     config: TrainDrafterConfig,
     target: Target,
@@ -158,8 +187,11 @@ def open_source(
     origin: CacheOrigin,
     examples: Sequence[DraftExample],
     folder: Path,
+    display: Display,
 ) -> FeatureSource:
     """Where training gets its examples from."""
+    if config.features.source == "memory":
+        return keep_states(config, scorer, origin, examples, display)
     if config.features.source == "disk":
         return FeatureCache(folder, origin)
     if config.features.source == "ray":

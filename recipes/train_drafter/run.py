@@ -113,7 +113,7 @@ class DrafterRun:
         ready = stored or cache_states(config, self.scorer, self.origin, examples, features, self.display, self.clock)
         if self.ranks.any(not ready, self.parts.device):
             return self._unfinished("states")
-        source = open_source(config, self.target, self.scorer, self.origin, examples, features)
+        source = open_source(config, self.target, self.scorer, self.origin, examples, features, self.display)
         trainer = DrafterTrainer(self.model, self.ends, config.loss, config.optim, config.seed, config.trained)
         tracker = self._tracker()
         try:

@@ -25,6 +25,7 @@ from engine.memory.allocator import PRIVATE
 from engine.scheduler.windows import refuse_windows
 from engine.weights.digest import model_digest
 from trainer_bridge.drafter.examples import DraftExample
+from trainer_bridge.drafter.transfer import send
 
 _ROW_KEYS = -1024
 """Row keys count down from here: requests of the engine count up, padding is -1."""
@@ -57,6 +58,14 @@ class FeatureScorer:
     def digest(self) -> str:
         """Of the target's weights: features hold for these alone."""
         return model_digest(self._parts.model)
+
+    def free_bytes(self) -> int | None:
+        """What is free where the states will lie; None in host memory."""
+        device = self._parts.device
+        if device.type != "cuda":
+            return None
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
 
     def score(self, examples: Sequence[DraftExample]) -> list[FeatureExample]:
         """In order. Raises `TooLarge` for a sequence that the engine could not serve."""
@@ -103,11 +112,10 @@ class FeatureScorer:
         for rows, starts, counts in _pieces([example.num_tokens for example in examples], self._budget):
             batch = self._batch(examples, tables_BP, rows, starts, counts)
             capture = {layer: torch.empty(0) for layer in self.layers}
-            # Clones are made outside inference mode, so that autograd may save them.
-            last_TD = self._parts.runner.hidden(batch, capture).clone()
-            features.append(torch.stack([capture[layer].clone() for layer in self.layers], dim=1))
-            lasts.append(last_TD)
-        features_TMD, last_TD = torch.cat(features), torch.cat(lasts)
+            # Copies are made outside inference mode, so that autograd may save them.
+            lasts.append(self._parts.runner.hidden(batch, capture).clone())
+            features.append(torch.stack([capture[layer] for layer in self.layers], dim=1))
+        features_TMD, last_TD = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (features, lasts))
         lengths = [example.num_tokens for example in examples]
         parts = zip(examples, features_TMD.split(lengths), last_TD.split(lengths), strict=True)
         return [FeatureExample(example, own_TMD, own_TD) for example, own_TMD, own_TD in parts]
@@ -123,11 +131,10 @@ class FeatureScorer:
         device, page = self._parts.device, self._parts.pages.page_size
         spans = list(zip(rows, starts, counts, strict=True))
         ids = np.concatenate([examples[row].ids[start : start + count] for row, start, count in spans])
-        positions_T = torch.cat([torch.arange(start, start + count) for _, start, count in spans]).to(device)
-        rows_B = torch.tensor(rows, device=device)
-        rows_T = rows_B.repeat_interleave(torch.tensor(counts, device=device))
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
+        rows_B, rows_T, ids_T, positions_T = send((np.array(rows), np.repeat(rows, counts), ids, positions), device)
         return ForwardBatch(
-            input_ids_T=torch.from_numpy(ids.astype(np.int64)).to(device),
+            input_ids_T=ids_T,
             positions_T=positions_T,
             write_slots_T=tables_BP[rows_T, positions_T // page].long() * page + positions_T % page,
             query_lens=counts,

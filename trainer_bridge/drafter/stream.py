@@ -1,8 +1,8 @@
 """Examples on their way to the trainer, in bounded memory.
 
 Owns the order of training, who of several ranks gets what, and fetching ahead. `FeatureSource` is the
-seam: states come from disk (`FeatureCache`), from the engine when asked for (`LiveFeatures`), or from
-another process (`recipes.train_drafter.remote`). The trainer sees no difference.
+seam: states come from disk (`FeatureCache`), from memory (`KeptFeatures`), from the engine when asked for
+(`LiveFeatures`), or from another process (`recipes.train_drafter.remote`). The trainer sees no difference.
 
 A train_step's examples follow from its number alone, so a resumed run needs no position to go on from.
 """
@@ -27,6 +27,19 @@ class FeatureSource(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, places: Sequence[int]) -> list[FeatureExample]: ...
+
+
+class KeptFeatures:
+    """States that lie in memory already."""
+
+    def __init__(self, items: Sequence[FeatureExample]) -> None:
+        self._items = list(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fetch(self, places: Sequence[int]) -> list[FeatureExample]:
+        return [self._items[place] for place in places]
 
 
 class LiveFeatures:

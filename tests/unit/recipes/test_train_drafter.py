@@ -97,8 +97,9 @@ def test_a_run_in_pieces_ends_with_the_same_weights(whole, settings, tmp_path):
     assert results["accept_length_held_out"] == whole[1]["accept_length_held_out"]
 
 
-def test_states_computed_anew_train_the_same(whole, settings, tmp_path):
-    start(settings, tmp_path / "run", "features.source=live")
+@pytest.mark.parametrize("source", ["live", "memory"])
+def test_states_computed_anew_or_kept_train_the_same(whole, settings, tmp_path, source):
+    start(settings, tmp_path / "run", f"features.source={source}")
     ours, theirs = weights(tmp_path / "run"), weights(whole[0])
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, atol=1e-4, rtol=1e-3)
@@ -157,8 +158,9 @@ def test_another_run_in_the_same_folder_is_refused_by_setting(whole, settings):
 
 
 def test_states_beyond_the_limit_are_refused_before_they_are_made(settings, tmp_path):
-    with pytest.raises(TooLarge, match="max_gib"):
-        start(settings, tmp_path / "run", "features.max_gib=1e-9")
+    for source in ("disk", "memory"):
+        with pytest.raises(TooLarge, match="max_gib"):
+            start(settings, tmp_path / "run", "features.max_gib=1e-9", f"features.source={source}")
     assert not (tmp_path / "run" / "features").exists()
 
 

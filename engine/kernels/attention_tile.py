@@ -221,6 +221,22 @@ def merge_all(
 
 
 @triton.jit
+def merge_each(
+    acc_MD, sum_M, top_M, mean_ptr, lse_ptr, first_M, count, stride, mask_M, mask_MD,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`merge_all` one after another: for few states of many queries, whose loads would cost registers."""
+    d_1D = tl.arange(0, BLOCK_D)[None, :]
+    for state in range(0, count):
+        at_M = first_M.to(tl.int64) + state * stride
+        lse_M = tl.load(lse_ptr + at_M, mask=mask_M, other=float("-inf"), cache_modifier=".cg")
+        mean_MD = tl.load(mean_ptr + at_M[:, None] * HEAD_DIM + d_1D, mask=mask_MD, other=0.0, cache_modifier=".cg")
+        mean_MD = tl.where((lse_M > float("-inf"))[:, None], mean_MD, 0.0)
+        acc_MD, sum_M, top_M = merge_stored(acc_MD, sum_M, top_M, mean_MD, lse_M)
+    return acc_MD, sum_M, top_M
+
+
+@triton.jit
 def add_sink(acc_MD, sum_M, top_M, sink_M):
     """Add one logit without a value to a non-empty state."""
     newer_M = tl.maximum(top_M, sink_M * LOG2E)

@@ -30,6 +30,7 @@ from engine.kernels.attention_tile import (
     empty_state,
     mean_and_lse,
     merge_all,
+    merge_each,
     store_state,
     tile_rows,
 )
@@ -247,7 +248,7 @@ def _prefill_kernel(
         await_inputs(EARLY)  # the prefix kernel's states
         release_next(EARLY)
         stride = before_queries.to(tl.int64) * HEADS
-        acc_MD, sum_M, top_M = merge_all(
+        acc_MD, sum_M, top_M = merge_each(
             acc_MD, sum_M, top_M, before_ptr, before_lse_ptr, token_M * HEADS + head_M, tl.load(parts_ptr + row),
             stride, mask_M, mask_MD, HEAD_DIM, BLOCK_D,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """From a model folder and a configuration to the parts of an engine.
 
-Owns the resolution of every "auto" and the sizes that follow from the device. Ignores how the
-parts work together (`engine.engine`).
+Owns the order in which parts are built and the sizes that follow from what weights leave of the device. Ignores what
+"auto" means elsewhere (`engine.resolve`) and how the parts work together (`engine.engine`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ import torch
 
 from engine.adapters import Adapters
 from engine.attention.base import AttentionBackend
-from engine.attention.choice import Setting
-from engine.attention.registry import make_attention, resolve_attention
+from engine.attention.registry import make_attention
 from engine.cache.component import Component
 from engine.cache.full import FullAttention
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.recurrent import RecurrentState
 from engine.cache.swa import SlidingWindow
-from engine.config import EngineConfig, SchedulerConfig, number
+from engine.config import EngineConfig, number
 from engine.context_parallel import ALONE, ContextParallel
 from engine.dspark.build import LoadedDrafter, load_drafter
-from engine.dspark.config import NGRAM_DRAFTS, check_config
+from engine.dspark.config import NGRAM_DRAFTS
 from engine.dspark.drafter import Drafter
 from engine.dspark.speculation import Speculation
 from engine.dspark.sweep import prepare_cost
-from engine.errors import InvalidRequest
 from engine.host_build import add_host_tier
 from engine.memory.allocator import PageAllocator
 from engine.memory.budget import adapter_mib, plan_memory, planned
@@ -50,6 +48,7 @@ from engine.models.decoder import DenseDecoderLM
 from engine.models.registry import build_model
 from engine.models.spec import DTYPES, ModelSpec, read_spec
 from engine.models.stacked import room_rows, stack_room, stacked_ranks
+from engine.resolve import resolve
 from engine.runner.layer_split import SplitRunner
 from engine.runner.model_runner import FusedRunner, ModelRunner
 from engine.sampling.sampler import Sampler
@@ -89,6 +88,19 @@ class Parts:
     fresh_seed: Callable[[], int] = fresh_seed
 
 
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """What steps leave behind: keys and values of the target and of a drafter, states of recurrent layers."""
+
+    kv: KVPool
+    draft: KVPool | None
+    states: StatePool | None
+
+    @property
+    def present(self) -> list[KVPool | StatePool]:
+        return [each for each in (self.kv, self.draft, self.states) if each is not None]
+
+
 def load_parts(folder: Path, config: EngineConfig, ranks: ContextParallel = ALONE) -> Parts:
     """The parts of an engine for a model folder."""
     return build_parts(read_spec(folder), config, lambda model: load_weights(model, folder), ranks)
@@ -109,68 +121,24 @@ def build_parts(
     model = arena.model
     fill(model)
     drafter = load_drafter(config.dspark, model, device)
-    draft = None if drafter is None else drafter.kv
-    mib = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
-    config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=mib))
     drafting = _draft_shape(config, drafter)
     window = paged_window(spec.attending, config.cache.window_tokens)
-    ring_bytes = 0 if drafting is None else ReplayLayout.of(spec, dtype, 1, drafting.drafts).ring_bytes
-    plan = plan_memory(
-        spec,
-        config,
-        dtype,
-        device,
-        spare_rows=spare_rows,
-        split_windows=window > 0,
-        draft_kv=draft,
-        draft=drafting,
-        ring_bytes=ring_bytes,
-        ranks=ranks.size,
-    )
-    if config.cache.kv_tokens == "auto":
-        print("\n".join(plan.lines()), file=sys.stderr)
-    config = agreed(planned(config, plan), ranks, device)
-    page_size, max_running = config.cache.page_size, number(config.scheduler.max_running)
-    state_pool = _state_pool(spec, config, dtype, device)
-    num_pages = number(config.cache.kv_tokens) // page_size
-    window_pages = number(config.cache.window_tokens) // page_size
-    pool_size = spec.attending, num_pages + 1, page_size, dtype, device
-    if ranks.size > 1:
-        pool: KVPool = SplitLatents(*pool_size, ranks)
-    else:
-        pool = make_pool(*pool_size, window_pages=window_pages + 1 if window else None)
-    draft_pool = None if draft is None else KVPool(draft, num_pages + 1, page_size, dtype, device)
+    config, plan = _sized(config, model, drafter, drafting, window > 0, spare_rows, ranks)
+    stores = _stores(spec, config, None if drafter is None else drafter.kv, window > 0, ranks)
     backend = make_attention(config.attention, spec.attending, device, config.deterministic, dtype)
-    allocate = WatchedAllocator if config.cache.canary else PageAllocator
-    allocator = allocate(num_pages)
-    slots = allocate(0 if state_pool is None else state_pool.num_slots - 1)
-    components: list[Component] = [FullAttention(allocator, page_size)]
-    sliding = None
-    if window:
-        check_window_tokens(window, page_size, window_pages * page_size)
-        sliding = SlidingWindow(allocate(window_pages), page_size, window)
-        components.append(sliding)
-    if state_pool is not None:
-        components.append(RecurrentState(slots))
-    cache = PrefixCache(allocator, page_size, tuple(components))
-    # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
-    table = RequestTable(2 * max_running, -(-spec.context_len // page_size))
-    runner, sampler = _runner(model, pool, backend, config.deterministic), Sampler(spec.vocab_size, device)
-    runner.states = state_pool
-    if state_pool is not None and drafting is not None:
-        state_pool.rings = ReplayRings(ReplayLayout.of(spec, dtype, max_running, drafting.drafts), device)
-    states = None if state_pool is None else RecurrentSlots(state_pool, slots, cache, runner.replay)
-    windows = None if sliding is None else WindowPages(sliding, cache, pool, WindowTable(*table.pages_SP.shape))
-    pages = PageManager(cache, allocator, table, pool, page_size, draft_pool, states, windows)
+    runner, sampler = _runner(model, stores.kv, backend, config.deterministic), Sampler(spec.vocab_size, device)
+    if stores.states is not None and drafting is not None:
+        rows = number(config.scheduler.max_running)
+        stores.states.rings = ReplayRings(ReplayLayout.of(spec, dtype, rows, drafting.drafts), device)
+    pages = _pages(spec, config, stores, window, runner)
     counters = EngineCounters()
     add_host_tier(config.cache, pages, counters)
     speculation = None
     if drafter is not None:
-        speculation = make_speculation(config, drafter.make(draft_pool), pages, runner, sampler)
+        speculation = make_speculation(config, drafter.make(stores.draft), pages, runner, sampler)
     fused = isinstance(runner, FusedRunner)
-    stores = [each for each in (pool, draft_pool, state_pool) if each is not None]
     room = stack_room(arena, behind)
-    adapters = Adapters(config.adapters, model, dtype, device, cache, config.deterministic, fused, room)
+    adapters = Adapters(config.adapters, model, dtype, device, pages.cache, config.deterministic, fused, room)
     return Parts(
         config=config,
         device=device,
@@ -178,20 +146,20 @@ def build_parts(
         limits=EngineLimits(
             spec.vocab_size,
             spec.context_len,
-            num_pages * page_size,
+            pages.allocator.num_pages * pages.page_size,
             config.scheduler.max_waiting,
             0 if speculation is None else speculation.max_drafts,
         ),
         pages=pages,
-        cache=cache,
+        cache=pages.cache,
         runner=runner,
         sampler=sampler,
-        memory=MemoryTags(arena, stores, cache, adapters, None if drafter is None else drafter.arena),
+        memory=MemoryTags(arena, stores.present, pages.cache, adapters, None if drafter is None else drafter.arena),
         counters=counters,
         adapters=adapters,
         plan=plan,
-        layout=f"{config.dtype}/{page_size}",
-        canary=make_canary(cache, config.cache.canary, pool, draft_pool, state_pool),
+        layout=f"{config.dtype}/{pages.page_size}",
+        canary=make_canary(pages.cache, config.cache.canary, stores.kv, stores.draft, stores.states),
         drafter_model=None if drafter is None else drafter.model,
         speculation=speculation,
         fresh_seed=seed_source(ranks, device),
@@ -207,11 +175,75 @@ def make_speculation(
     return Speculation(dspark, drafter, pages, sampler, spec.context_len, cost, torch.device(config.device))
 
 
-def _state_pool(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> StatePool | None:
-    if not spec.recurrent:
-        return None
-    slots = number(config.cache.state_slots)
-    return StatePool(spec.state_layout(dtype), slots + 1, config.cache.page_size, device)
+def _sized(
+    config: EngineConfig,
+    model: DenseDecoderLM,
+    drafter: LoadedDrafter | None,
+    drafting: DraftShape | None,
+    split_windows: bool,
+    spare_rows: bool,
+    ranks: ContextParallel,
+) -> tuple[EngineConfig, MemoryPlan]:
+    """The configuration with every size in it, and the plan they come from. Call it with the weights in place."""
+    spec, dtype, device = model.spec, DTYPES[config.dtype], torch.device(config.device)
+    mib = adapter_mib(config.adapters, model.adapter_sites, dtype, device)
+    config = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, device_mib=mib))
+    plan = plan_memory(
+        spec,
+        config,
+        dtype,
+        device,
+        spare_rows=spare_rows,
+        split_windows=split_windows,
+        draft_kv=None if drafter is None else drafter.kv,
+        draft=drafting,
+        ring_bytes=0 if drafting is None else ReplayLayout.of(spec, dtype, 1, drafting.drafts).ring_bytes,
+        ranks=ranks.size,
+    )
+    if config.cache.kv_tokens == "auto":
+        print("\n".join(plan.lines()), file=sys.stderr)
+    return agreed(planned(config, plan), ranks, device), plan
+
+
+def _stores(
+    spec: ModelSpec, config: EngineConfig, draft: ModelSpec | None, split_windows: bool, ranks: ContextParallel
+) -> Stores:
+    cache, dtype, device = config.cache, DTYPES[config.dtype], torch.device(config.device)
+    num_pages, page_size = number(cache.kv_tokens) // cache.page_size, cache.page_size
+    size = num_pages + 1, page_size, dtype, device
+    if ranks.size > 1:
+        kv: KVPool = SplitLatents(spec.attending, *size, ranks)
+    else:
+        window_pages = number(cache.window_tokens) // page_size
+        kv = make_pool(spec.attending, *size, window_pages=window_pages + 1 if split_windows else None)
+    states = None
+    if spec.recurrent:
+        states = StatePool(spec.state_layout(dtype), number(cache.state_slots) + 1, page_size, device)
+    return Stores(kv, None if draft is None else KVPool(draft, *size), states)
+
+
+def _pages(spec: ModelSpec, config: EngineConfig, stores: Stores, window: int, runner: ModelRunner) -> PageManager:
+    """The tree over the stores, and who has what of them."""
+    page_size, states = config.cache.page_size, stores.states
+    allocate = WatchedAllocator if config.cache.canary else PageAllocator
+    allocator = allocate(number(config.cache.kv_tokens) // page_size)
+    slots = allocate(0 if states is None else states.num_slots - 1)
+    components: list[Component] = [FullAttention(allocator, page_size)]
+    sliding = None
+    if window:
+        window_pages = number(config.cache.window_tokens) // page_size
+        check_window_tokens(window, page_size, window_pages * page_size)
+        sliding = SlidingWindow(allocate(window_pages), page_size, window)
+        components.append(sliding)
+    if states is not None:
+        components.append(RecurrentState(slots))
+    cache = PrefixCache(allocator, page_size, tuple(components))
+    # Beside the running rows, as many sequences again may be prefilling or wait to be forked.
+    table = RequestTable(2 * number(config.scheduler.max_running), -(-spec.context_len // page_size))
+    runner.states = states
+    recurrent = None if states is None else RecurrentSlots(states, slots, cache, runner.replay)
+    windows = None if sliding is None else WindowPages(sliding, cache, stores.kv, WindowTable(*table.pages_SP.shape))
+    return PageManager(cache, allocator, table, stores.kv, page_size, stores.draft, recurrent, windows)
 
 
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
@@ -225,70 +257,6 @@ def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, dete
     return ModelRunner(model, pool, backend, deterministic)
 
 
-def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """A configuration with everything concrete but the sizes of the pool and of adapters, which wait for the
-    weights."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise InvalidRequest(field="device", expected="a torch device", actual=device) from error
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = next(name for name, value in DTYPES.items() if value == spec.dtype)
-        if device == "cpu" and dtype == "float16":
-            dtype = "bfloat16"
-    if dtype not in DTYPES:
-        raise InvalidRequest(field="dtype", expected=f"auto or one of {sorted(DTYPES)}", actual=dtype)
-    _positive("cache.page_size", config.cache.page_size)
-    if config.cache.canary < 0:
-        raise InvalidRequest(field="cache.canary", expected="0 or more", actual=config.cache.canary)
-    if config.cache.host_mib < 0 or (config.cache.host_mib and not config.cache.prefix_cache):
-        expected = "0 or more" if config.cache.prefix_cache else "0 without cache.prefix_cache"
-        raise InvalidRequest(field="cache.host_mib", expected=expected, actual=config.cache.host_mib)
-    check_config(config.dspark)
-    # A deterministic engine's verify rows keep their bits in the serial loop alone.
-    serial = torch.device(device).type == "cpu" or (config.dspark.enabled and config.deterministic)
-    loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
-    if loop not in ("serial", "overlapped"):
-        raise InvalidRequest(field="loop", expected="'auto', 'serial' or 'overlapped'", actual=config.loop)
-    scheduler = _resolve_scheduler(config, device)
-    if not 0 < config.cache.memory_fraction < 1:
-        raise InvalidRequest(
-            field="cache.memory_fraction", expected="between 0 and 1", actual=config.cache.memory_fraction
-        )
-    setting = Setting(
-        spec.attending,
-        DTYPES[dtype],
-        torch.device(device),
-        config.cache.page_size,
-        number(scheduler.prefill_tokens),
-        config.deterministic,
-    )
-    attention = resolve_attention(config.attention, spec.attending, device, setting)
-    return dataclasses.replace(config, device=device, dtype=dtype, attention=attention, loop=loop, scheduler=scheduler)
-
-
-def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
-    scheduler, kv_tokens = config.scheduler, config.cache.kv_tokens
-    rows, tokens = (64, 512) if torch.device(device).type == "cpu" else (512, 8192)
-    if isinstance(kv_tokens, int):
-        # A prompt that fills the pool leaves no room to generate.
-        tokens = max(1, min(tokens, kv_tokens // 2))
-    resolved = dataclasses.replace(
-        scheduler,
-        max_running=rows if scheduler.max_running == "auto" else scheduler.max_running,
-        prefill_tokens=tokens if scheduler.prefill_tokens == "auto" else scheduler.prefill_tokens,
-    )
-    for name in ("max_running", "max_waiting", "prefill_tokens", "burst", "prefill_burst"):
-        _positive(f"scheduler.{name}", getattr(resolved, name))
-    if scheduler.lookahead < 0:
-        raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=scheduler.lookahead)
-    return resolved
-
-
 def _draft_shape(config: EngineConfig, drafter: LoadedDrafter | None) -> DraftShape | None:
     """What rounds of speculation are sized by."""
     if drafter is None:
@@ -298,8 +266,3 @@ def _draft_shape(config: EngineConfig, drafter: LoadedDrafter | None) -> DraftSh
         return DraftShape(drafts or NGRAM_DRAFTS, rejection=rejection)
     most = model.spec.num_drafts
     return DraftShape(min(drafts or most, most), model.spec.block, model.spec.backbone, rejection)
-
-
-def _positive(field: str, value: int) -> None:
-    if value < 1:
-        raise InvalidRequest(field=field, expected="1 or more", actual=value)

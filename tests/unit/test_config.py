@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from engine import Engine
-from engine.build import resolve
 from engine.config import EngineConfig, SchedulerConfig, describe, load_config
 from engine.errors import InvalidRequest
 from engine.models.spec import read_spec
+from engine.resolve import resolve
 from tests.support import CONTEXT
 
 

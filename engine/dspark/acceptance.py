@@ -28,10 +28,10 @@ import torch
 
 from engine.dspark.distribution import Distribution, distribution
 from engine.dspark.round_noise import RoundNoise
-from engine.sampling.columns import fill_columns
+from engine.sampling.columns import SampleResult, fill_columns
 from engine.sampling.draw import Drawn
 from engine.sampling.params import RowSampling
-from engine.sampling.sampler import Sampler, SampleResult
+from engine.sampling.sampler import Sampler
 from engine.sampling.seeds import USE_EMIT
 
 _CHUNK_ELEMENTS = 1 << 22

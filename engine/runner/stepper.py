@@ -22,8 +22,9 @@ from engine.memory.device_columns import COLUMNS
 from engine.memory.device_table import BAD, RUNNING, STOPPED, DeviceTable
 from engine.request import Columns, Sample
 from engine.runner.model_runner import ModelRunner
+from engine.sampling.columns import SampleResult
 from engine.sampling.params import RowSampling
-from engine.sampling.sampler import Sampler, SampleResult
+from engine.sampling.sampler import Sampler
 from engine.scheduler.batching import BatchBuilder
 from engine.types import Want
 

@@ -1,6 +1,6 @@
-"""Columns that only some callers want.
+"""What a step's draw says of its rows, and the columns that only some callers want.
 
-Owns the three definitions of a log-probability, alternatives and entropy, for the rows that want
+Owns the result's form, the three definitions of a log-probability, alternatives and entropy, for the rows that want
 more than drawing yields. Ignores how tokens were drawn.
 
 Shapes: R rows, M of them in work, V vocabulary, N kept ids, K alternatives.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,10 +19,27 @@ from engine.sampling.logprobs import entropy, highest
 from engine.sampling.params import RowSampling
 from engine.types import LogprobDefinition
 
-if TYPE_CHECKING:
-    from engine.sampling.sampler import SampleResult
-
 _CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """One step's columns, all over the R rows in the order given.
+
+    `logprobs` follow each row's `want.logprobs`; `extra_logprobs[d]` and `entropy` are NaN in rows
+    that did not ask. `top_ids`/`top_logprobs` are [R, K] for the largest K asked; a row's own are
+    its first `want.top_logprobs` columns, the others hold id 0 and NaN. Columns nobody asked for
+    are None or missing. In a `bad` row (logits with NaN or +inf, or without any finite one) the
+    id is 0 and everything else NaN.
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    bad: torch.Tensor
+    extra_logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
+    entropy: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
 
 def fill_columns(result: SampleResult, drawn: Drawn, logits_RV: torch.Tensor, rows: Sequence[RowSampling]) -> None:

@@ -8,40 +8,19 @@ A token is argmax over ids of edited logit / T + Gumbel noise of (seed, position
 float64, the lower id winning a tie; so a row's token depends on nothing but its own logits,
 parameters, seed and position.
 
-Shapes: R rows, V vocabulary, K alternatives.
+Shapes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from engine.sampling.columns import fill_columns
+from engine.sampling.columns import SampleResult, fill_columns
 from engine.sampling.draw import Drawn
 from engine.sampling.draw_host import HostDraw
 from engine.sampling.params import RowSampling
-
-
-@dataclass(slots=True)
-class SampleResult:
-    """One step's columns, all over the R rows in the order given.
-
-    `logprobs` follow each row's `want.logprobs`; `extra_logprobs[d]` and `entropy` are NaN in rows
-    that did not ask. `top_ids`/`top_logprobs` are [R, K] for the largest K asked; a row's own are
-    its first `want.top_logprobs` columns, the others hold id 0 and NaN. Columns nobody asked for
-    are None or missing. In a `bad` row (logits with NaN or +inf, or without any finite one) the
-    id is 0 and everything else NaN.
-    """
-
-    ids: torch.Tensor
-    logprobs: torch.Tensor
-    bad: torch.Tensor
-    extra_logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
-    entropy: torch.Tensor | None = None
-    top_ids: torch.Tensor | None = None
-    top_logprobs: torch.Tensor | None = None
 
 
 class Sampler:

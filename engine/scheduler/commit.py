@@ -12,7 +12,7 @@ from collections.abc import Callable
 from engine.errors import InternalError
 from engine.metrics import EngineCounters
 from engine.request import Columns, Group, Sample
-from engine.sampling.sampler import SampleResult
+from engine.sampling.columns import SampleResult
 from engine.scheduler.scheduler import Scheduler
 from engine.types import ErrorInfo, FinishReason, Want
 

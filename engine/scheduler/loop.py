@@ -16,7 +16,8 @@ from engine.dspark.speculation import Speculation
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler, SampleResult
+from engine.sampling.columns import SampleResult
+from engine.sampling.sampler import Sampler
 from engine.scheduler.batching import BatchBuilder
 from engine.scheduler.commit import Committer
 from engine.scheduler.prefill import Prefill

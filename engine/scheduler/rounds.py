@@ -31,7 +31,7 @@ from engine.request import Sample, SampleState
 from engine.runner.round_plan import MOST_AT_ONCE, RoundModes, RoundPlan
 from engine.runner.round_stepper import RoundResult, RoundStepper
 from engine.runner.stepper import HostResult, StepModes
-from engine.sampling.sampler import SampleResult
+from engine.sampling.columns import SampleResult
 from engine.scheduler.commit import Committer
 from engine.scheduler.handover import has_host_stops
 from engine.scheduler.pages import PageManager

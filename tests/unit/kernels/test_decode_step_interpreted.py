@@ -13,8 +13,8 @@ from engine.kernels.sample_columns import SampleOut
 from engine.memory.device_edits import DeviceEdits
 from engine.memory.device_table import BAD, DEFINITIONS, RUNNING, STOPPED, DeviceTable, RowState
 from engine.runner.stepper import advance
+from engine.sampling.columns import SampleResult
 from engine.sampling.params import RowSampling
-from engine.sampling.sampler import SampleResult
 from engine.types import SamplingParams, Want
 
 PAGE, COLUMNS, RING, STEPS = 4, 4, 4, 7

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import ray
 
-from engine.errors import Conflict
+from engine.errors import Conflict, SparkrollError
 from engine.types import GroupRequest, SamplingParams
+from rollout.client import Client
 from rollout.protocol import Delta, GenerateCall, GroupEnd, SampleEnd
+from rollout.serving import start_service
 from tests.e2e.conftest import ServedFleet, serve_config
 from tests.support import begin_of, prompt, reference_greedy, state_tensors
 
@@ -75,12 +77,13 @@ def acknowledged(router) -> dict:
     return sent
 
 
-async def kill_mid_rollout(served: ServedFleet, rounds: int) -> None:
-    """The proof: SIGKILL in mid-rollout changes nothing but the time it takes."""
+async def kill_mid_rollout(served: ServedFleet, rounds: int) -> dict:
+    """The proof: SIGKILL in mid-rollout changes nothing but the time it takes. Returns the last victim's place."""
     router = served.fleet.router
     groups, n, max_new = 6, 8, 120
     calls = [call(f"g{i}", n=n, start=20 + i, max_new=max_new) for i in range(groups)]
     undisturbed = await asyncio.gather(*(run_group(router, one) for one in calls))
+    place: dict = {}
     for number in range(rounds):
         await served.whole()
         before, carried = await counter(router, "generated_tokens"), router.counters.tokens_carried
@@ -104,10 +107,7 @@ async def kill_mid_rollout(served: ServedFleet, rounds: int) -> None:
         whole = sum(n * max_new for ends in ended if ends == (busiest.engine_id, busiest.incarnation))
         assert decoded == groups * n * max_new - moved - whole
         assert moved > 0
-
-
-def test_a_killed_engine_changes_nothing_but_the_time(fleet3) -> None:
-    fleet3.run(kill_mid_rollout(fleet3, 1))
+    return place
 
 
 @pytest.mark.slow
@@ -116,25 +116,25 @@ def test_many_killed_engines_change_nothing_but_the_time(fleet3) -> None:
     fleet3.run(kill_mid_rollout(fleet3, 5), 600)
 
 
-def test_case_i1_names_are_distinct_and_fleets_do_not_meet(fleet3, loop_thread, t_full) -> None:
-    async def run() -> None:
-        other = await ServedFleet(loop_thread, serve_config(t_full, 1)).start()
-        try:
-            places = fleet3.fleet.describe() + other.fleet.describe()
-            assert len({place["pid"] for place in places}) == 4 and fleet3.url != other.url
-            alive = ray.util.list_named_actors(all_namespaces=True)
-            assert len({(entry["namespace"], entry["name"]) for entry in alive}) == len(alive) == 4
-            first, second = [await run_group(one.fleet.router, call("x", max_new=4)) for one in (fleet3, other)]
-            same(first, second)
-        finally:
-            await other.stop()
-        names = ray.util.list_named_actors(all_namespaces=True)
-        assert all(entry["namespace"] == fleet3.fleet._launcher.namespace for entry in names), names
+def test_case_i1_a_service_beside_another_has_names_of_its_own_and_ends_alone(fleet3, t_full) -> None:
+    """The second one is that of a program which is not asynchronous."""
+    with start_service(serve_config(t_full, 1)) as other, Client(other.url) as client:
+        url = other.url
+        places = fleet3.fleet.describe() + other.fleet.describe()
+        assert len({place["pid"] for place in places}) == 4 and fleet3.url != url
+        alive = ray.util.list_named_actors(all_namespaces=True)
+        assert len({(entry["namespace"], entry["name"]) for entry in alive}) == len(alive) == 4
+        asked = call("x", n=2, max_new=4)
+        first = fleet3.run(run_group(fleet3.fleet.router, asked))
+        second = client.generate(asked.request.prompt_ids, n=2, sampling=asked.request.sampling)
+        same(first, {sample.index: sample for sample in second.samples})
+    names = ray.util.list_named_actors(all_namespaces=True)
+    assert all(entry["namespace"] == fleet3.fleet._launcher.namespace for entry in names), names
+    with pytest.raises(SparkrollError):
+        Client(url, timeout_s=1.0).generate(prompt(8))
 
-    fleet3.run(run())
 
-
-def test_case_i2_a_replacement_serves_only_after_it_has_the_current_weights(fleet3, t_full_w1) -> None:
+def test_a_killed_engine_costs_time_alone_and_case_i2_its_replacement_is_current(fleet3, t_full_w1) -> None:
     async def run() -> None:
         served, router = fleet3, fleet3.fleet.router
         version = (await publish(router, t_full_w1)).policy_version
@@ -148,8 +148,7 @@ def test_case_i2_a_replacement_serves_only_after_it_has_the_current_weights(flee
             await replay(replica)
 
         served.fleet._replay = slow
-        victim = served.fleet.describe()[1]
-        os.kill(victim["pid"], signal.SIGKILL)
+        victim = await kill_mid_rollout(served, 1)
         served_by, number = set(), 0
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

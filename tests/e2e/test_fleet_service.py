@@ -245,17 +245,6 @@ def test_case_m3_release_never_crashes_a_running_fleet(fleet3) -> None:
     fleet3.run(run())
 
 
-def test_a_service_for_blocking_programs_starts_and_stops(ray_session, t_full) -> None:
-    from rollout.serving import start_service
-
-    with start_service(serve_config(t_full, 1)) as service, Client(service.url) as client:
-        samples = client.generate(prompt(8), n=2, sampling=sampling()).samples
-        assert len(samples) == 2
-        url = service.url
-    with pytest.raises(SparkrollError):
-        Client(url, timeout_s=1.0).generate(prompt(8))
-
-
 def test_a_model_that_does_not_load_is_an_error_and_leaves_nothing(ray_session, tmp_path) -> None:
     import ray
 

@@ -115,7 +115,7 @@ small = dict(vocab_size=64, hidden=32, intermediate=64, num_layers=1, num_heads=
 shapes.SHAPES["tiny"] = dataclasses.replace(
     shapes.SHAPES["smollm2-135m"], layers=shapes.SHAPES["smollm2-135m"].layers[:1], **small
 )
-decode.INPUT, decode.OUTPUT = 16, 4
+decode.INPUT, decode.OUTPUT, decode.SETTLE = 16, 4, 1
 decode.main(shape="tiny", batch="1,2", repeats=1)
 group_rollout.main(shape="tiny", groups=2, samples=2, prompt=16, new=4, repeats=1)
 sys.argv = ["grpo", "--preset", "smollm2", *{arguments!r}]

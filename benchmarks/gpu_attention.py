@@ -18,11 +18,13 @@ import torch
 
 from benchmarks.report import Row, report
 from engine.attention.decode_metadata import AttentionSize, DecodeMetadata, Workspace, decode_buffers, processors
+from engine.attention.triton import PREFIX_PROGRAMS
+from engine.attention.verify_prefixes import VerifyPrefixes
 from engine.batch import SharedPrefix
 from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
 from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, TileConfig, decode_attention, decode_reference
-from engine.kernels.prefill_attention import cut_tiles, prefill_attention, prefill_reference
+from engine.kernels.prefill_attention import Before, cut_tiles, prefill_attention, prefill_reference
 from engine.kernels.prefix_attention import prefix_attention
 
 BANDWIDTH = 4.26e12
@@ -298,6 +300,46 @@ def prefill_case(table: Table, name: str, queries: list[int], context: int, quic
     table.best(case, timed)
 
 
+def verify_case(table: Table, groups: int, samples: int, shared: int, own: int, each: int) -> None:
+    """Rows of `each` queries that verify drafts: their whole contexts each, and what they share once."""
+    rows, length = groups * samples, shared + own + each
+    prefixes = [SharedPrefix(g * samples, (g + 1) * samples, shared // PAGE) for g in range(groups)]
+    scene = Scene.build("8B", [length] * rows, prefixes)
+    scene.layers = scene.layers[:8]
+    shape, tokens = scene.shape, rows * each
+    q = scene.queries(tokens)
+    out = torch.empty(tokens, shape.num_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    expected = prefill_reference(q, scene.layers[0], scene.tables, scene.lengths, [each] * rows, shape)
+    config, above = prefill_config(shape.block_d, 2, shape.group, each), prefix_config(shape.block_d, 2, shape.group)
+    starts = torch.arange(0, tokens + 1, each, dtype=torch.int32, device="cuda")
+    tiles = cut_tiles([each] * rows, scene.lengths, config.block_m // shape.group)
+    lens, rows_X, queries_X = (
+        torch.tensor(values, dtype=torch.int32, device="cuda") for values in (scene.lengths, *tiles)
+    )
+    ends = torch.arange(length - each + 1, length + 1, device="cuda").repeat(rows)
+    together = VerifyPrefixes.empty(scene.size, above, Workspace(torch.device("cuda")), starts, ends)
+    assert together.set(prefixes, each) == groups
+    together.list()
+    programs = ceil_div(PREFIX_PROGRAMS * scene.size.processors, shape.num_kv_heads)
+
+    def launch(layer: int, before: Before | None = None) -> None:
+        kv = scene.layers[layer]
+        rest = (lens, starts, rows_X, queries_X, out, shape, config)
+        prefill_attention(q, kv, scene.tables, *rest, before=before)
+
+    def launch_shared(layer: int) -> None:
+        pieces, states = together.pieces_X8, together.before.states
+        given = (q, scene.layers[layer], scene.tables, ends, pieces, states, shape, above)
+        prefix_attention(*given, together.count_1, programs)
+        launch(layer, together.before)
+
+    case, timed = f"verify {groups}x{samples} @{shared}+{own} q{each}", {}
+    work = (groups * shared + rows * (own + each)) * scene.size.token_bytes
+    for variant, run in (("each row alone", launch), ("prefixes once", launch_shared)):
+        timed[variant] = table.add(case, variant, scene, run, out, expected, work, "bytes")
+    table.best(case, timed, work / BANDWIDTH * 1e6)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
@@ -315,6 +357,9 @@ def main() -> None:
     prefill_case(table, "8B", [512] * 8, 0, quick)
     prefill_case(table, "8B", [512], 4096, True)
     prefill_case(table, "8B", [6] * 64, 640, True)
+    for each in (2, 4, 8):
+        verify_case(table, 32, 16, 1024, 128, each)
+        verify_case(table, 8, 64, 2048, 128, each)
     decode_case(table, "0.6B", 256, 640, quick)
     decode_case(table, "SmolLM2", 256, 640, quick)
     decode_case(table, "SmolLM2", 32, 640, True)

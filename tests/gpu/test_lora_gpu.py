@@ -11,10 +11,13 @@ from engine.kernels.adapted_rope import Rotation, adapted_rope, adapted_rope_ref
 from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_reference
 from engine.kernels.rope_kv_write import QKNorm, QKVShape
 from engine.types import AdapterRef, GroupRequest, SamplingParams
+from lora.config import AdapterConfig
 from lora.device_pool import DevicePool
 from lora.geometry import Geometry
-from lora.kernel_step import KernelStep
+from lora.kernel_step import KernelStep, Variant
+from lora.kernels.stack import Rooms, stack_factors, stack_factors_reference
 from lora.packing import pack
+from lora.stack import Stack, StackRoom
 from lora.step import LoopStep
 from tests.support import make_engine, prompt, save_tiny
 from tests.unit.lora.toy_geometry import all_linear, geometry, tensors, weights
@@ -74,6 +77,23 @@ def test_not_a_number_in_one_slot_reaches_no_other_row():
     dirty = add(KernelStep(pool, SLOTS), 1, x)
     others = torch.from_numpy(SLOTS != 3).cuda()
     assert torch.equal(dirty[others], clean[others]) and bool(dirty[~others].isnan().all())
+
+
+def test_first_factors_are_copied_behind_weights():
+    """All bits of them, and nothing else, in both dtypes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make_pool(dtype)
+        wide = {
+            site: torch.randn(sum(WHERE.widths(site)) + 256 * len(WHERE.widths(site)), WHERE.inputs(site))
+            .cuda()
+            .to(dtype)
+            for site in (1, 2, 3, 4)
+        }
+        expected = {site: weight.clone() for site, weight in wide.items()}
+        moves = torch.tensor([[2, 1], [0, 4], [3, 5]], dtype=torch.int32, device="cuda")
+        stack_factors(pool, Rooms(pool, wide), moves, 64)
+        stack_factors_reference(pool, Rooms(pool, expected), moves, 64)
+        assert all(torch.equal(wide[site], weight) for site, weight in expected.items())
 
 
 def test_memory_is_overwritten_only_behind_its_readers():
@@ -163,6 +183,42 @@ def test_what_lies_between_products_equals_its_references(slots, rows):
     close(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 4), (0, 1, 2, 3, 4)], ids=["one rank", "any rank"])
+def test_first_products_behind_the_models_equal_references(slots):
+    """As above, for products of bf16 that bring the adapters' first ones along."""
+    torch.manual_seed(0)
+    (pool, where), rows = fused_pool(), 100
+    wide = {
+        site: noise(sum(where.widths(site)) + 256 * len(where.widths(site)), where.inputs(site)) * 0.05
+        for site in range(1, 9)
+    }
+    stack = Stack(pool, StackRoom(wide, 256, lambda: 0))
+    variant = Variant.of(pool, np.resize(slots, rows), stack=stack)
+    assert variant.stacked == (2 if len(slots) == 3 else 4)
+    step = KernelStep(pool, np.resize(slots, rows), variant=variant, stack=stack)
+
+    def product(site: int, x: torch.Tensor) -> torch.Tensor:
+        return x @ step.weight(site, wide[site]).T
+
+    y, residual, weight = product(2, noise(rows, 512)), noise(rows, 512), noise(512)
+    kept, expected_residual = residual.clone(), residual.clone()
+    stream = adapted_sum(step, y, Adapted(2), kept, weight, None)
+    expected = adapted_sum_reference(step, y, Adapted(2), expected_residual, weight, None)
+    close(kept, expected_residual)
+    close(stream.x_TD, expected.x_TD)
+    norm, gate_up = (stream.squares_TP, 512, 1e-6), product(3, stream.x_TD)
+    close(
+        adapted_gate(step, Adapted(3), gate_up, *norm)[0], adapted_gate_reference(step, Adapted(3), gate_up, *norm)[0]
+    )
+    qkv, table, places, results = product(5, stream.x_TD), noise(rows + 8, 64), torch.arange(rows, device="cuda"), []
+    for run in (adapted_rope, adapted_rope_reference):
+        rotation = Rotation(table, table, places + 5, places, torch.zeros(rows, 4, 64, device="cuda").bfloat16())
+        head = QKNorm(weight[:64].contiguous(), weight[64:128].contiguous(), 1e-6)
+        results.append((run(step, Adapted(5), qkv.clone(), None, *norm, QKVShape(8, 2, 64), head, rotation), rotation))
+    close(results[0][0], results[1][0])
+    close(results[0][1].kv_S2KH, results[1][1].kv_S2KH)
+
+
 def adapted_engine(folder, ranks=(("a", 4), ("b", 20)), ends: bool = False, **fields):
     """An engine with random policies; with `ends` they adapt the embedding and the head too."""
     engine = make_engine(folder, **fields)
@@ -206,6 +262,28 @@ def test_an_engine_equals_the_cpus(tmp_path, ends, deterministic):
     assert on_gpu.counters.graph_eager_steps == 0
     variants = {variant for _, _, _, variant in on_gpu._loop._stepper._captured}
     assert None in variants and len(variants) > 1
+    assert all((variant.stacked == 0) == deterministic for variant in variants if variant is not None)
+
+
+@pytest.mark.parametrize("residents", [2, 8], ids=["slots are loaded anew", "steps of two stand behind weights"])
+def test_policies_that_take_turns_equal_the_cpus(tmp_path, residents):
+    """There is room for two behind the weights; steps of three take planes."""
+    folder, ranks = save_tiny(tmp_path, seed=0), (("a", 9), ("b", 16), ("c", 16))
+    config = AdapterConfig(max_resident=residents, stacked_ranks=32)
+    on_cpu, on_gpu = (
+        adapted_engine(folder, ranks, device=device, dtype="float32", adapters=config) for device in ("cpu", "cuda")
+    )
+    for names in (("a", "b"), ("b", "c"), (None, "c", "a"), ("a", "b", "c"), ("c",), ("b", "a")):
+        for one, other in zip(on_cpu.generate(asked(names)), on_gpu.generate(asked(names)), strict=True):
+            for a, b in zip(one.samples, other.samples, strict=True):
+                assert a.ids.tolist() == b.ids.tolist(), (names, one.group_id)
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-3)
+        on_gpu.check()
+        if names == ("b", "c"):
+            on_gpu.release_memory(["weights"])
+            on_gpu.resume_memory(["weights"])
+    stacked = {variant.stacked for _, _, _, variant in on_gpu._loop._stepper._captured}
+    assert {1, 2} <= stacked and (residents == 2 or 0 in stacked)
 
 
 def test_deterministic_rows_keep_every_bit(tmp_path):
@@ -246,15 +324,16 @@ def test_a_poisoned_slot_spoils_no_other_row_of_an_engine(tmp_path):
     engine.check()
 
 
-def test_captured_steps_outlive_the_memory_of_adapters(tmp_path):
+@pytest.mark.parametrize("tag", ["adapters", "weights"])
+def test_captured_steps_outlive_the_memory_of_adapters_and_weights(tmp_path, tag):
     engine = adapted_engine(save_tiny(tmp_path, seed=0), device="cuda", dtype="float32")
     before = engine.generate(asked(("a", "b")))
     engine.flush()
     again = engine.generate(asked(("a", "b")))
     captures = engine.counters.graph_captures
-    held, released = engine.release_memory(["adapters"])
-    assert held["adapters"] > 0 and released["adapters"] == 0
-    engine.resume_memory(["adapters"])
+    held, released = engine.release_memory([tag])
+    assert held[tag] > 0 and released[tag] == 0
+    engine.resume_memory([tag])
     engine.flush()
     after = engine.generate(asked(("a", "b")))
     assert engine.counters.graph_captures == captures

@@ -15,6 +15,7 @@ from engine.kernels.adapted_sum import Adapted, adapted_sum, adapted_sum_referen
 from engine.kernels.rope_kv_write import QKNorm, QKVShape
 from engine.kernels.swiglu import silu_and_mul_reference
 from engine.runner.step_plan import StepPlan
+from lora.config import AdapterConfig
 from lora.device_pool import DevicePool
 from lora.geometry import Kind
 from lora.kernel_step import KernelStep, Variant
@@ -338,6 +339,26 @@ def test_steps_of_many_policies_are_replayed(t_full, tmp_path):
     engine.generate([ask_with(None, "alone", prompt(5), max_new=2)])
     assert None in {variant for _, _, _, variant in stepper._captured}
     engine.check()
+
+
+@pytest.mark.slow
+def test_policies_take_turns_behind_the_weights(t_full, tmp_path):
+    """In two slots, with room for two behind the weights, whose memory goes and comes back between."""
+    config = AdapterConfig(max_resident=2, stacked_ranks=32, device_mib=8)
+    engines = device_engine(t_full, adapters=config), make_engine(t_full)
+    for seed, name in enumerate("abc"):
+        folder = save_adapter(t_full, tmp_path / name, seed, r=8 * (1 + seed % 2))
+        for engine in engines:
+            engine.adapters.register_folder(name, folder)
+    for names in ("ab", "bc", "c"):
+        asked = [ask_with(name, name, prompt(6), max_new=3) for name in names]
+        for one, other in zip(*(engine.generate(asked) for engine in engines), strict=True):
+            assert one.samples[0].ids.tolist() == other.samples[0].ids.tolist()
+            np.testing.assert_allclose(one.samples[0].logprobs, other.samples[0].logprobs, atol=1e-5)
+        engines[0].release_memory(["weights"])
+        engines[0].resume_memory(["weights"])
+        engines[0].check()
+    assert {variant.stacked for _, _, _, variant in engines[0]._loop._stepper._captured} == {1, 2}
 
 
 @pytest.mark.slow

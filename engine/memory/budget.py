@@ -57,29 +57,13 @@ def plan_memory(
     are the bytes to divide (None: what is free now). Several `ranks` divide the layers of a model of latents.
     """
     gpu, attending = device.type == "cuda", spec.attending
-    tokens = number(config.scheduler.prefill_tokens)
     full, windowed = split_token_bytes(attending, dtype) if split_windows else (token_bytes(attending, dtype), 0)
     if ranks > 1:
         full = SplitBytes.of(attending, ranks, dtype.itemsize).most
 
-    def reserve(rows: int) -> tuple[Share, ...]:
-        shares = step_shares(spec, dtype, tokens, rows, spec.context_len, config.deterministic)
-        if draft is not None:
-            shares += (round_share(spec, dtype, rows, draft),)
-        if ring_bytes:
-            shares += (Share("rings", rows, "rows", ring_bytes, "replay of drafts of recurrent layers"),)
-        if gpu:
-            mib = number(config.adapters.device_mib)
-            shares += (Share("adapters", mib, "MiB", 1 << 20, "adapters.device_mib"),)
-            if config.cache.host_mib:
-                state = spec.state_layout(dtype).slot_bytes if spec.recurrent else 0
-                shares += (Share("host_staging", 1, "reserve", staging_bytes(state), "cache.host_mib"),)
-            shares += (Share("graphs", 1, "reserve", GRAPH_BYTES, "captured graphs, tables, libraries"),)
-        return shares
-
     needs = Needs(
         token_bytes=full,
-        reserve=reserve,
+        reserve=lambda rows: _reserve(rows, spec, config, dtype, gpu, draft, ring_bytes),
         draft_token_bytes=0 if draft_kv is None else token_bytes(draft_kv, dtype),
         window_token_bytes=windowed,
         window=window_of(attending) if windowed else 0,
@@ -92,7 +76,7 @@ def plan_memory(
         max_running=rows,
         spare_rows=spare_rows,
         lookahead=config.scheduler.lookahead,
-        prefill_tokens=tokens,
+        prefill_tokens=number(config.scheduler.prefill_tokens),
         kv_tokens=_given(config.cache.kv_tokens),
         window_tokens=_given(config.cache.window_tokens),
         state_slots=_given(config.cache.state_slots),
@@ -100,6 +84,32 @@ def plan_memory(
     )
     plan = divide(needs, wanted, free_bytes(device) if available is None else available)
     return replace(plan, host_bytes=_host_bytes(config.cache.host_mib))
+
+
+def _reserve(
+    rows: int,
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    gpu: bool,
+    draft: DraftShape | None,
+    ring_bytes: int,
+) -> tuple[Share, ...]:
+    """What is set aside for steps of `rows` rows, beside what is cached."""
+    tokens = number(config.scheduler.prefill_tokens)
+    shares = step_shares(spec, dtype, tokens, rows, spec.context_len, config.deterministic)
+    if draft is not None:
+        shares += (round_share(spec, dtype, rows, draft),)
+    if ring_bytes:
+        shares += (Share("rings", rows, "rows", ring_bytes, "replay of drafts of recurrent layers"),)
+    if gpu:
+        mib = number(config.adapters.device_mib)
+        shares += (Share("adapters", mib, "MiB", 1 << 20, "adapters.device_mib"),)
+        if config.cache.host_mib:
+            state = spec.state_layout(dtype).slot_bytes if spec.recurrent else 0
+            shares += (Share("host_staging", 1, "reserve", staging_bytes(state), "cache.host_mib"),)
+        shares += (Share("graphs", 1, "reserve", GRAPH_BYTES, "captured graphs, tables, libraries"),)
+    return shares
 
 
 def planned(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -39,8 +39,8 @@ def train(
     if not curve:
         curve.append(_measure(trainer, held_out, tracker, display))
     first = saved = trainer.train_step
-    for examples in stream(source, order, trainer.train_step, steps, config.features.ahead):
-        metrics = trainer.step(examples)
+    for prepared in stream(source, order, trainer.train_step, steps, trainer.prepare, config.features.ahead):
+        metrics = trainer.take(prepared)
         step = trainer.train_step
         tracker.log(AXIS, step, metrics)
         accepted, length = metrics["drafter/accepted"], metrics["drafter/accept_length"]

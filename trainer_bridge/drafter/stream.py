@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample, FeatureScorer
+
+T = TypeVar("T")
 
 
 class FeatureSource(Protocol):
@@ -78,14 +81,21 @@ class ExampleOrder:
 
 
 def stream(
-    source: FeatureSource, order: ExampleOrder, start: int, stop: int, ahead: int = 2
-) -> Iterator[list[FeatureExample]]:
-    """The examples of steps [start, stop), of which at most `ahead` wait while one is worked on. What `fetch`
-    raises is raised here; leaving early ends the fetching."""
-    waiting: queue.Queue[list[FeatureExample] | BaseException] = queue.Queue(maxsize=max(1, ahead))
+    source: FeatureSource,
+    order: ExampleOrder,
+    start: int,
+    stop: int,
+    prepare: Callable[[list[FeatureExample], int], T],
+    ahead: int = 2,
+) -> Iterator[T]:
+    """`prepare(examples, step)` of steps [start, stop), of which at most `ahead` wait while one is worked on. What
+    fetching and preparing raise is raised here; leaving early ends them."""
+    waiting: queue.Queue[T | BaseException] = queue.Queue(maxsize=max(1, ahead))
     ended = threading.Event()
+    # A thread's device is the first one, whichever its maker's is.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def put(value: list[FeatureExample] | BaseException) -> bool:
+    def put(value: T | BaseException) -> bool:
         while not ended.is_set():
             try:
                 waiting.put(value, timeout=0.1)
@@ -96,8 +106,10 @@ def stream(
 
     def fetch() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             for step in range(start, stop):
-                if not put(source.fetch(order.at(step))):
+                if not put(prepare(source.fetch(order.at(step)), step)):
                     return
         except BaseException as error:  # handed to the consumer's thread, which raises it
             put(error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,20 @@ from torch import Tensor, nn
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InternalError, InvalidRequest
 from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
-from trainer_bridge.drafter.blocks import join, make_blocks, micro_batches
+from trainer_bridge.drafter.blocks import Blocks, join, make_blocks, micro_batches
 from trainer_bridge.drafter.config import DraftLossConfig, DraftOptimConfig, Trained
 from trainer_bridge.drafter.features import FeatureExample
 from trainer_bridge.drafter.objective import DraftSums, check_terms, draft_loss, draft_weights
 from trainer_bridge.master_weights import MasterWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A step's blocks by micro-batch, and this rank's summand of its divisor."""
+
+    train_step: int
+    parts: list[Blocks]
+    weight: float
 
 
 class DrafterTrainer:
@@ -64,19 +74,33 @@ class DrafterTrainer:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, optim.rate)
 
-    def step(self, examples: Sequence[FeatureExample]) -> dict[str, float]:
-        """One update on this rank's share of the step's examples, which may be empty; metrics of all ranks."""
+    def prepare(self, examples: Sequence[FeatureExample], train_step: int) -> Prepared:
+        """What `take` needs of this rank's share of a step's examples, which may be empty. Reads no weights: another
+        thread may prepare a step while this one is at the step before."""
         has_states = all(item.last_TD is not None for item in examples)
         check_terms(self.loss, has_states, self.model.confidence_head is not None)
-        chosen = self._anchors(examples)
-        divisor = self._divisor(chosen)
+        spec, chosen = self.model.spec, self._anchors(examples, train_step)
+        weight = 0.0
+        if chosen:
+            weights_G = draft_weights(self.loss, spec.num_drafts).double().numpy()
+            joined = join(chosen)
+            weight = float((counted(joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A) * weights_G).sum())
+        parts = [make_blocks(spec, part, self._device) for part in micro_batches(spec, chosen, self.optim.max_slots)]
+        return Prepared(train_step, parts, weight)
+
+    def step(self, examples: Sequence[FeatureExample]) -> dict[str, float]:
+        """`take` of examples that nobody has prepared."""
+        return self.take(self.prepare(examples, self.train_step))
+
+    def take(self, prepared: Prepared) -> dict[str, float]:
+        """One update on this rank's share of a step; metrics of all ranks."""
+        assert prepared.train_step == self.train_step, f"step {prepared.train_step} is not {self.train_step}"
+        divisor = self._divisor(prepared.weight)
         sums = DraftSums(self.model.spec.num_drafts, self._device)
         value = torch.zeros((), dtype=torch.float64, device=self._device)
-        if divisor > 0:
-            for part in micro_batches(self.model.spec, chosen, self.optim.max_slots):
-                blocks = make_blocks(self.model.spec, part, self._device)
-                value += draft_loss(self.model, self.ends, blocks, self.loss, divisor, sums, self.optim.chunk)
-                self.weights.gather()
+        for blocks in prepared.parts:
+            value += draft_loss(self.model, self.ends, blocks, self.loss, divisor, sums, self.optim.chunk)
+            self.weights.gather()
         self._reduce(value)
         self._reduce(sums.values_FG)
         # The one time that the host waits for the device: whether to step is seen from the norm.
@@ -115,26 +139,21 @@ class DrafterTrainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.train_step, self.skipped = state["train_step"], state["skipped"]
 
-    def _anchors(self, examples: Sequence[FeatureExample]) -> list[tuple[FeatureExample, np.ndarray]]:
+    def _anchors(self, examples: Sequence[FeatureExample], train_step: int) -> list[tuple[FeatureExample, np.ndarray]]:
         spec, chosen = self.model.spec, []
         for item in examples:
             anchors = eligible(item.example.mask, spec.block, spec.backbone.context_len)
             weights = None if item.anchor_weights_T is None else item.anchor_weights_T[anchors]
-            rng = anchor_rng(self.seed, self.train_step, item.example.key)
+            rng = anchor_rng(self.seed, train_step, item.example.key)
             anchors_A = draw_anchors(anchors, self.optim.anchors, rng, weights)
             if len(anchors_A):
                 chosen.append((item, anchors_A))
         return chosen
 
-    def _divisor(self, chosen: list[tuple[FeatureExample, np.ndarray]]) -> float:
-        own = 0.0
-        if chosen:
-            weights_G = draft_weights(self.loss, self.model.spec.num_drafts).double().numpy()
-            joined = join(chosen)
-            own = float((counted(joined.mask_T, joined.anchors_A, len(weights_G), joined.ends_A) * weights_G).sum())
+    def _divisor(self, weight: float) -> float:
         if not dist.is_initialized():
-            return own
-        total = torch.tensor(own, dtype=torch.float64, device=self._device)
+            return weight
+        total = torch.tensor(weight, dtype=torch.float64, device=self._device)
         self._reduce(total)
         return float(total)
 

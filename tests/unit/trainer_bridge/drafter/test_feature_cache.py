@@ -102,12 +102,16 @@ class Counting:
         return [places]
 
 
+def numbered(examples, step):
+    return step, examples
+
+
 def test_the_stream_fetches_a_bounded_number_ahead_and_ends_with_its_reader():
     source = Counting()
-    steps = stream(source, ExampleOrder(100, 2), 0, 50, ahead=2)
+    steps = stream(source, ExampleOrder(100, 2), 0, 50, numbered, ahead=2)
     order = ExampleOrder(100, 2)
     for step in range(3):
-        assert next(steps) == [order.at(step)]
+        assert next(steps) == (step, [order.at(step)])
     for _ in range(100):
         if source.fetched == 6:
             break
@@ -116,9 +120,9 @@ def test_the_stream_fetches_a_bounded_number_ahead_and_ends_with_its_reader():
     assert source.fetched <= 6, "three taken, two waiting, one in hand"
     steps.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "drafter-features"]
-    assert [s for s in stream(Counting(), order, 48, 50)] == [[order.at(48)], [order.at(49)]]
+    assert list(stream(Counting(), order, 48, 50, numbered)) == [(48, [order.at(48)]), (49, [order.at(49)])]
 
 
 def test_a_fault_of_the_source_reaches_the_trainer():
     with pytest.raises(InvalidRequest, match="broken"):
-        list(stream(Counting(fail_at=2), ExampleOrder(100, 2), 0, 50))
+        list(stream(Counting(fail_at=2), ExampleOrder(100, 2), 0, 50, numbered))

@@ -126,7 +126,6 @@ def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode
     ]
     assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
-    captured = engine._loop._rounds._stepper._captured
-    shared = [round for key, round in captured.items() if key[-1]]
-    assert shared and any(int(round.launches._plan.shared.before.own_start_B.max()) == 16 for round in shared)
+    plans = [round.launches._plan for round in engine._loop._rounds._stepper._captured.values()]
+    assert any(plan.shared is not None and int(plan.shared.before.own_start_B.max()) == 16 for plan in plans)
     assert engine.draft_counters()["draft_verified"] > 3

@@ -251,7 +251,7 @@ class Adapters:
         """The same for `rows` rows of which nobody knows how many belong to each of these slots."""
         from lora.kernel_step import Variant
 
-        return Variant.uneven(self.residency.pool, slots, rows)
+        return Variant.uneven(self.residency.pool, slots, rows, self._made_stack())
 
     def captured(self, rows: int, variant: Variant) -> KernelStep:
         """A step to be captured, of rows of the base until it is filled."""

@@ -109,7 +109,7 @@ class RoundStepper:
         captured, tier = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
         if captured.launches.adapters is not None:
-            captured.launches.adapters.pool.await_ready(set(plan.adapters))
+            captured.launches.adapters.prepare(np.array(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         captured.launches.share(plan.prefixes, plan.verify / plan.rows)

@@ -4,15 +4,27 @@ import numpy as np
 import pytest
 import torch
 
+from lora.config import AdapterConfig
 from tests.gpu.test_engine_gpu import assert_equal, work
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.served import dspark, save_random, timeless
+from tests.unit.engine.lora_cases import ask_with, save_adapter
+from tests.unit.engine.test_device_rows import assert_equal as assert_all_columns
+from tests.unit.engine.test_device_rows import work as mixed_work
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-FIELDS = dict(device="cuda", attention="triton", page_size=16, kv_tokens=16384, max_running=32, prefill_tokens=128)
+FIELDS = dict(
+    device="cuda",
+    attention="triton",
+    page_size=16,
+    kv_tokens=16384,
+    max_running=32,
+    prefill_tokens=128,
+    adapters=AdapterConfig(max_rank=96),
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +45,54 @@ def test_coupled_rounds_equal_plain_steps(t_full, drafter, mode):
     expected = plain.generate(list(work()))
     for _ in range(2):  # the second turn replays what the first captured
         assert_equal(engine.generate(list(work())), expected)
+    engine.check()
+    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
+
+
+@pytest.fixture(scope="module")
+def policies(t_full, tmp_path_factory):
+    """Adapters of few ranks, of all ends, and of more ranks than ride along with other launches."""
+    root, ends = tmp_path_factory.mktemp("policies"), ["q_proj", "down_proj", "embed_tokens", "lm_head"]
+    options = {"few": {}, "ends": dict(target_modules=ends), "many": dict(r=80)}
+    return {name: save_adapter(t_full, root / name, seed, **more) for seed, (name, more) in enumerate(options.items())}
+
+
+def of_policies(*names):
+    """Requests of the base and of these adapters, alone and as groups, that end at different times."""
+    for number, name in enumerate((None, *names, None, *names)):
+        more = dict(n=1 + number % 3, max_new=9 + 4 * number, temperature=float(number % 2), seed=number)
+        yield ask_with(name, str(number), prompt(6 + 5 * number, 20 * number), **more)
+
+
+@pytest.mark.parametrize("mode", ["static", "compact"])
+@pytest.mark.parametrize("names", [("few", "ends"), ("few", "many", "ends")])
+def test_rounds_of_many_policies_equal_plain_steps(t_full, drafter, policies, mode, names):
+    engine = speculating(t_full, drafter, mode=mode, least=1)
+    timeless(engine)
+    plain = make_engine(t_full, loop="overlapped", burst=8, **FIELDS)
+    for name in names:
+        for one in (engine, plain):
+            one.adapters.register_folder(name, policies[name])
+    expected = plain.generate(list(of_policies(*names)))
+    for _ in range(2):
+        assert_equal(engine.generate(list(of_policies(*names))), expected)
+    assert_equal(engine.generate(list(work())), plain.generate(list(work())))
+    engine.check()
+    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.graph_eager_steps == 0
+    report = engine._parts.speculation.record.report()
+    assert all(report.total("verified", adapter=name) > 0 for name in ("", *names))
+
+
+@pytest.mark.parametrize("mode", ["static", "compact"])
+def test_penalties_and_columns_of_rounds_equal_those_of_plain_steps(t_full, drafter, mode):
+    engine = speculating(t_full, drafter, mode=mode, least=1)
+    timeless(engine)
+    plain = make_engine(t_full, loop="overlapped", burst=8, **FIELDS)
+    expected = plain.generate(list(mixed_work()))
+    for _ in range(2):
+        assert_all_columns(engine.generate(list(mixed_work())), expected)
     engine.check()
     assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
     assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
@@ -61,7 +121,8 @@ def test_ngram_rounds_equal_plain_steps(t_full):
         yield from list(work())[:4]
         for row in range(9):
             ids = np.tile(prompt(5, 20 * row), 3)
-            yield ask(f"again-{row}", ids, max_new=30, temperature=0.7, seed=row, logit_bias={7: 5.0 + row})
+            often = dict(frequency_penalty=0.1 * row, repetition_penalty=1.0 + 0.02 * row)
+            yield ask(f"again-{row}", ids, max_new=30, temperature=0.7, seed=row, logit_bias={7: 5.0 + row}, **often)
 
     assert_equal(engine.generate(list(texts())), plain.generate(list(texts())))
     assert engine.counters.device_rounds > 0 and engine.draft_counters()["draft_accepted"] > 0

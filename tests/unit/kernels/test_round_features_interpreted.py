@@ -22,18 +22,17 @@ from tests.support import VOCAB, ask, make_engine, prompt
 from tests.unit.dspark.served import save_random, timeless
 from tests.unit.engine.lora_cases import ask_with, save_adapter
 from tests.unit.kernels.test_round_rows_interpreted import packed
-from tests.unit.kernels.test_rounds_interpreted import REPEATED, assert_same, device_engine, work
+from tests.unit.kernels.test_rounds_interpreted import REPEATED, assert_same, device_engine, rejecting, work
 
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("block", [4, 16])
-def test_verify_rows_are_tiled_by_adapter(block):
+def test_verify_rows_are_tiled_by_adapter():
     """Rows of one adapter apart from each other, an idle one, adapters without a row, padding behind and none."""
-    for adapters, windows, lens, verify in (
-        ([2, 0, 1, 2, 3, 0, 2], [4, 1, 0, 4, -1, 2, 3], [4, 1, 0, 4, 7, 0, 3], 24),
-        ([5, 5, 5], [4, 4, 4], [4, 4, 3], 14),
-        ([0, 1], [-1, -1], [0, 0], 200),
+    for adapters, windows, lens, verify, block in (
+        ([2, 0, 1, 2, 3, 0, 2], [4, 1, 0, 4, -1, 2, 3], [4, 1, 0, 4, 7, 0, 3], 24, 4),
+        ([5, 5, 5], [4, 4, 4], [4, 4, 3], 14, 16),
+        ([0, 1], [-1, -1], [0, 0], 130, 16),
     ):
         adapters_B, window_B, lens_B = np.array(adapters), torch.tensor(windows).int(), torch.tensor(lens).int()
         segments, slots_R = tile_rows_reference(adapters_B, window_B, lens_B, verify)
@@ -106,9 +105,10 @@ def test_rounds_of_many_policies_equal_plain_steps(t_full, tmp_path, fields):
     report = engine._parts.speculation.record.report()
     assert report.adapters == ["", "ends", "linear"]
     assert all(report.total("verified", adapter=name) > 0 for name in report.adapters)
-    assert any(key[-1] is not None for key in engine._loop._rounds._stepper._captured)
+    captured = engine._loop._rounds._stepper._captured
+    assert all(launches.launches.adapters is not None for launches in captured.values())
     assert_same(engine.generate(work(3)), plain_of(t_full, work(3)))
-    assert any(key[-1] is None for key in engine._loop._rounds._stepper._captured)
+    assert any(launches.launches.adapters is None for launches in captured.values())
 
 
 @slow
@@ -146,6 +146,21 @@ def test_penalties_of_rounds_equal_those_of_plain_steps(t_full, tmp_path, fields
 
 
 @slow
+@pytest.mark.timeout(600)
+def test_rejection_under_penalties_is_that_of_the_serial_loop(t_full, tmp_path):
+    """Drafts are drawn, judged and replaced under penalties that go along the drafts."""
+
+    def requests():
+        again = dict(repetition_penalty=1.7, frequency_penalty=0.9, presence_penalty=0.4)
+        return [
+            ask("again", REPEATED, max_new=6, temperature=0.6, top_k=40, seed=8, want=Want(top_logprobs=3), **again),
+            ask("plain", prompt(6), max_new=5, temperature=1.0, seed=3),
+        ]
+
+    assert rejecting(t_full, save_random(tmp_path / "d0"), requests, but=1)["draft_accepted"] > 0
+
+
+@slow
 def test_penalties_of_foreseen_drafts(t_full):
     """Drafts that repeat the prompt are right until a penalty says otherwise."""
     engine = device_engine(t_full, "ngram", probe_every=1)
@@ -179,9 +194,10 @@ def test_counts_go_along_the_drafts():
         penalised.ahead(drafts[0, :k].tolist()).edit(expected, int(rows.ends_R[row]))
         best = int(expected.argmax())
         logits[row, int(drafts[0, 0])] += float(expected[best] - expected[int(drafts[0, 0])]) * 0.99
-    drawn = sample_rows(logits, columns, SampleOut.empty(verify, "cpu"), SampleWorkspace.empty(verify, vocab, "cpu"))
-    reference = sample_rows_reference(logits, columns, SampleOut.empty(verify, "cpu"))
-    assert drawn.ids_B[:end].tolist() == reference.ids_B[:end].tolist()
+    drawn, workspace = SampleOut.empty(verify, "cpu"), SampleWorkspace.empty(end, vocab, "cpu")
+    sample_rows(logits[:end], columns, drawn, workspace, truncated=False)
+    reference = sample_rows_reference(logits[:end], columns, SampleOut.empty(end, "cpu"))
+    assert drawn.ids_B[:end].tolist() == reference.ids_B.tolist()
     for k, row in enumerate(range(start, end)):
         expected = logits[row].clone()
         penalised.ahead(drafts[0, :k].tolist()).edit(expected, int(rows.ends_R[row]))

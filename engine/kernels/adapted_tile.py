@@ -39,8 +39,8 @@ class Choice:
     """Columns and warps of each launch's programs for factors of rank 16 (columns fall as ranks and a tile's
     rows rise, so that a program holds as much), into how many pieces the first product that is a launch of its
     own cuts its inputs, and whether that runs beside the model's product of the same inputs. A program takes so
-    many times those columns, in `steps`: what it finds its factors by it looks up once, and a step's are under way
-    while the one before is computed."""
+    many times those columns, or heads, in `steps`: what it finds its factors by it looks up once, and a step's are
+    under way while the one before is computed."""
 
     sum_block: int
     sum_warps: int
@@ -52,6 +52,7 @@ class Choice:
     beside: bool = False
     sum_steps: int = 1
     gate_steps: int = 1
+    rope_steps: int = 1
 
 
 CHOICES = (

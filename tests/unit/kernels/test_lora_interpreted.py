@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -286,16 +287,18 @@ def test_the_gate_of_adapted_rows_and_others():
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_queries_and_keys_of_adapted_rows_and_others(plain):
-    """With and without norms of heads and biases; one token is padding."""
-    step, shape = KernelStep(pool(), SLOTS), QKVShape(3, 1, 16)
+    """With and without norms of heads and biases, in programs of one head and of two; one token is padding."""
+    step, (heads, size) = KernelStep(pool(), SLOTS), (1, 16) if plain else (2, 8)
+    shape = QKVShape(3 * heads, heads, size)
     qkv, squares, adapted = torch.randn(len(SLOTS), 80), torch.rand(len(SLOTS), 3) * 64, shrunk(step, 1)
-    norm = None if plain else QKNorm(torch.rand(16), torch.rand(16), 1e-6)
+    norm = None if plain else QKNorm(torch.rand(size), torch.rand(size), 1e-6)
     bias = None if plain else torch.randn(80)
     slots = torch.arange(len(SLOTS))
     slots[4] = -1
     results = []
-    for run in (adapted_rope, adapted_rope_reference):
-        rotation = Rotation(torch.rand(20, 16), torch.rand(20, 16), slots + 3, slots, torch.zeros(len(SLOTS), 2, 16))
+    for run in (partial(adapted_rope, steps=heads), adapted_rope_reference):
+        kv, tables = torch.zeros(len(SLOTS), 2 * heads, size), torch.rand(2, 20, size)
+        rotation = Rotation(tables[0], tables[1], slots + 3, slots, kv)
         torch.manual_seed(0)
         rotation.cos_CH.normal_()
         rotation.sin_CH.normal_()

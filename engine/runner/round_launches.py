@@ -36,7 +36,8 @@ from engine.memory.kv_pool import KVPool
 from engine.models.fused import FusedForward
 from engine.models.spec import ModelSpec
 from engine.runner.block_launches import BlockLaunches
-from engine.runner.round_plan import RoundModes, message_size
+from engine.runner.round_inputs import RoundInputs
+from engine.runner.round_plan import RoundModes
 from lora.kernel_step import KernelStep
 
 
@@ -61,66 +62,6 @@ class RoundParts:
     @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
-
-
-@dataclass(slots=True)
-class RoundInputs:
-    """What the host sends: views of one message (`RoundPlan.message`), and the page tables."""
-
-    message: torch.Tensor
-    page_tables_BP: torch.Tensor
-    drafts: int
-
-    @staticmethod
-    def empty(rows: int, drafts: int, columns: int, device: torch.device) -> RoundInputs:
-        message = torch.zeros(message_size(rows, drafts), dtype=torch.int32, device=device)
-        return RoundInputs(message, torch.zeros(rows, columns, dtype=torch.int32, device=device), drafts)
-
-    @property
-    def rows(self) -> int:
-        return self.page_tables_BP.shape[0]
-
-    def _part(self, place: int) -> torch.Tensor:
-        return self.message[place * self.rows : (place + 1) * self.rows]
-
-    @property
-    def slots_B(self) -> torch.Tensor:
-        return self._part(0)
-
-    @property
-    def most_B(self) -> torch.Tensor:
-        return self._part(1)
-
-    @property
-    def least_B(self) -> torch.Tensor:
-        return self._part(2)
-
-    @property
-    def room_B(self) -> torch.Tensor:
-        return self._part(3)
-
-    @property
-    def order_B(self) -> torch.Tensor:
-        """Rows by the slots of their adapters."""
-        return self._part(4)
-
-    @property
-    def adapters_B(self) -> torch.Tensor:
-        """Those slots, in that order."""
-        return self._part(5)
-
-    @property
-    def budget_1(self) -> torch.Tensor:
-        return self.message[6 * self.rows : 6 * self.rows + 1]
-
-    @property
-    def survival_BG(self) -> torch.Tensor:
-        start = 6 * self.rows + 1
-        return self.message[start : start + self.rows * self.drafts].view(torch.float32).view(self.rows, -1)
-
-    @property
-    def drafts_BG(self) -> torch.Tensor:
-        return self.message[6 * self.rows + 1 + self.rows * self.drafts :].view(self.rows, -1)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,8 @@ from engine.memory.transfer import staged
 from engine.metrics import EngineCounters
 from engine.request import Sample
 from engine.runner.graph_pool import GraphPool
-from engine.runner.round_launches import RoundInputs, RoundLaunches, RoundParts, RoundScratch
+from engine.runner.round_inputs import RoundInputs
+from engine.runner.round_launches import RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
 from engine.scheduler.batching import shared_prefixes

@@ -76,8 +76,8 @@ from lora.kernels.expand import lora_expand
 from lora.kernels.shrink import lora_shrink, workspace_shape
 from lora.kernels.stack import Rooms, stack_factors
 from lora.segments import Tiles
-from trainer_bridge.drafter.fused_loss import launch_gradient, launch_terms
 from lora.stack import Stack, StackRoom
+from trainer_bridge.drafter.fused_loss import launch_gradient, launch_terms
 
 BF16 = torch.bfloat16
 LAYERS = {

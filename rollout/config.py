@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from rollout.model_catalog import CatalogConfig
-from rollout.server import ServerConfig
+from rollout.server_config import ServerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -27,11 +27,9 @@ from rollout.protocol import BODY_TYPE, STREAM_TYPE, Call, GenerateCall, Reply
 from rollout.replies import error_body, error_response
 from rollout.routes import Route, check_call
 from rollout.runners import call_runner, group_runner, stream_runner
+from rollout.server_config import ServerConfig
 from rollout.server_metrics import ServerMetrics
 from rollout.service import RolloutService
-
-if TYPE_CHECKING:
-    from rollout.server import ServerConfig
 
 log = logging.getLogger(__name__)
 _STATE_WAIT_S = 0.25

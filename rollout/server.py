@@ -1,7 +1,7 @@
 """The HTTP server of a `RolloutService`: Starlette on uvicorn.
 
-Owns its settings, the application built from the route table, and running it (in the caller's
-loop, or in a thread). Ignores what happens to one request (`rollout.endpoint`).
+Owns the application built from the route table, and running it (in the caller's loop, or in a thread). Ignores what
+happens to one request (`rollout.endpoint`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,47 +22,11 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from engine.errors import InvalidRequest, NotFound, SparkrollError
-from rollout.auth import Key, KeyRing
 from rollout.endpoint import Endpoint, ServerState
 from rollout.replies import error_response
 from rollout.routes import ROUTES
+from rollout.server_config import ServerConfig
 from rollout.service import RolloutService
-from rollout.wire_limits import WireLimits
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """`port` 0 takes a free one. Without keys only loopback is served.
-
-    `grace_s`: how long generation goes on after its last caller is gone, so that a retry can
-    attach. `reply_ttl_s` and `reply_bytes` bound the replies kept for repeats, `replay_bytes` the
-    frames of one stream kept for resuming. `inflight_bytes` bounds all bodies being read or
-    decoded at one time. `body_timeout_s` and `send_timeout_s` bound the silence of a caller.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    user_key: str | None = None
-    admin_key: str | None = None
-    limits: WireLimits = WireLimits()
-    grace_s: float = 0.5
-    ping_s: float = 10.0
-    reply_ttl_s: float = 300.0
-    reply_bytes: int = 256 * 2**20
-    replay_bytes: int = 16 * 2**20
-    inflight_bytes: int = 2**30
-    body_timeout_s: float = 60.0
-    send_timeout_s: float = 60.0
-    shutdown_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("user_key", "admin_key"):
-            key = getattr(self, name)
-            if key is not None:
-                object.__setattr__(self, name, Key(key))
-        KeyRing(self.user_key, self.admin_key).check_bind(self.host)
-        if not 0 <= self.port < 65536:
-            raise InvalidRequest(field="port", expected="a port in [0, 65535]", actual=self.port)
 
 
 def build_app(service: RolloutService, config: ServerConfig) -> Starlette:

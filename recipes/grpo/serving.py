@@ -149,7 +149,7 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device, say: Call
         return
     from rollout.client import Client
     from rollout.config import FleetConfig, ServeConfig
-    from rollout.server import ServerConfig
+    from rollout.server_config import ServerConfig
     from rollout.serving import start_service
 
     settings = ServeConfig(

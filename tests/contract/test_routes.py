@@ -9,7 +9,8 @@ from rollout import protocol
 from rollout.codec import as_ids, encode
 from rollout.protocol import BODY_TYPE
 from rollout.routes import ROUTES
-from rollout.server import ServerConfig, build_app, serve_in_thread
+from rollout.server import build_app, serve_in_thread
+from rollout.server_config import ServerConfig
 from tests.unit.rollout.echo_service import EchoService
 
 USER, ADMIN = "user-key-1", "admin-key-2"

@@ -19,7 +19,8 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from rollout.actors.launch import ensure_ray
 from rollout.config import FleetConfig, ServeConfig
 from rollout.fleet import Fleet
-from rollout.server import RunningServer, ServerConfig, serve
+from rollout.server import RunningServer, serve
+from rollout.server_config import ServerConfig
 
 
 class LoopThread:

@@ -20,7 +20,8 @@ from rollout.actors.text_front import TextFront
 from rollout.client import AsyncClient
 from rollout.codec import encode
 from rollout.protocol import BODY_TYPE, Delta, SampleEnd, UpdateBeginCall, UpdateTensorsCall
-from rollout.server import ServerConfig, serve
+from rollout.server import serve
+from rollout.server_config import ServerConfig
 from tests.support import begin_of, chain, make_engine, prompt, reference_greedy, save_chain, state_tensors
 from tests.unit.text.tiny_tokenizers import byte_level
 

@@ -13,7 +13,8 @@ from engine.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, 
 from engine.types import NamedTensor, SampleResume, SamplingParams, UpdateBegin
 from rollout.client import AsyncClient, Client, RetryPolicy, ServerLost
 from rollout.protocol import Delta, GroupEnd, SampleEnd
-from rollout.server import ServerConfig, serve_in_thread
+from rollout.server import serve_in_thread
+from rollout.server_config import ServerConfig
 from tests.unit.rollout.echo_service import EchoService, expected_ids
 from tests.unit.rollout.fault_proxy import FaultProxy
 

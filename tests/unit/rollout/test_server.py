@@ -18,7 +18,8 @@ from rollout.client import generate_call
 from rollout.codec import decode, encode
 from rollout.protocol import BODY_TYPE, STREAM_TYPE, AbortCall, ErrorReply, GenerateCall, PauseCall, Reply
 from rollout.replies import STATUS_BY_CODE, error_body, error_from_reply
-from rollout.server import ServerConfig, serve_in_thread
+from rollout.server import serve_in_thread
+from rollout.server_config import ServerConfig
 from rollout.wire_limits import WireLimits
 from tests.unit.rollout.echo_service import EchoService, expected_ids
 

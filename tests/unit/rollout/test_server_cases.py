@@ -19,7 +19,8 @@ from rollout.actors.engine_host import EngineHost
 from rollout.client import Client
 from rollout.codec import decode
 from rollout.protocol import BODY_TYPE, Delta, ErrorReply
-from rollout.server import ServerConfig, serve_in_thread
+from rollout.server import serve_in_thread
+from rollout.server_config import ServerConfig
 from tests.support import VOCAB, assert_whole, begin_of, make_engine, prompt, reference_greedy, state_tensors
 from tests.unit.rollout.fault_proxy import FaultProxy
 

@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TrackingConfig:
     """`group` is the W&B group of the run (None: none). `queue_size` records wait at most;
-    `close_timeout_s` bounds the wait for them at the end."""
+    `close_timeout_s` bounds the wait for them at the end. With `curves` a picture of them is drawn then."""
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     project: str = "sparkroll"
     group: str | None = None
+    curves: bool = True
     queue_size: int = 1024
     close_timeout_s: float = 20.0
 

@@ -139,7 +139,10 @@ def _cached(name: str, preset: Preset, config: CatalogConfig) -> Path:
 def _convert(name: str, files: list[Path], sha256: str | None, folder: Path) -> None:
     from rollout.gguf_convert import convert_gguf
 
-    with Progress(console=Console(stderr=True), transient=True) as progress, tempfile.TemporaryDirectory() as scratch:
+    console = Console(stderr=True)
+    if not console.is_terminal:  # where no bar is drawn
+        console.print(f"converting {name} (once)", highlight=False)
+    with Progress(console=console, transient=True) as progress, tempfile.TemporaryDirectory() as scratch:
         task = progress.add_task(f"converting {name} (once)", total=None)
         source = files[0] if len(files) == 1 else _joined(files, sha256, Path(scratch) / "model.gguf")
         convert_gguf(source, folder, lambda done, total: progress.update(task, completed=done, total=total))

@@ -248,7 +248,7 @@ class GrpoRun:
             "held_out_questions": len(self.questions.held_out),
             "steps": self.state.train_step,
             "policy_version": self.state.policy_version,
-            **run_results(self.history, self.config.output, self.tracker.path),
+            **run_results(self.history, self.config.output, self.tracker.path, self.config.tracking.curves),
             "metrics_lost": self.tracker.lost,
             "agreement": {str(step): dataclasses.asdict(found) for step, found in self.agreement.items()},
         }

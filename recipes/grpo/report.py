@@ -25,12 +25,14 @@ DRAFT_CURVES = {
 """Of runs that speculate."""
 
 
-def run_results(history: Sequence[Mapping[str, float]], output: Path, metrics: Path) -> dict[str, Any]:
+def run_results(
+    history: Sequence[Mapping[str, float]], output: Path, metrics: Path, curves: bool = True
+) -> dict[str, Any]:
     """What a run's steps come to, with its folders. `reward_curve` is [step, held-out reward];
-    `curves` is null where matplotlib is not installed."""
+    `curves` is null where none are wanted or matplotlib is not installed."""
     rewards = read_series(metrics).get("val/reward/mean", {})
     image = output / "curves.png"
-    drawn = importlib.util.find_spec("matplotlib") is not None
+    drawn = curves and importlib.util.find_spec("matplotlib") is not None
     if drawn:
         draw_curves(metrics, image)
     return {

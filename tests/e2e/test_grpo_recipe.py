@@ -32,6 +32,7 @@ SMALL = [
     "optim.learning_rate=4e-3",
     "steps=10",
     "tracking.wandb=disabled",
+    "tracking.curves=false",
 ]
 WHERE = pytest.mark.parametrize("where", ["colocated", pytest.param("service", marks=pytest.mark.slow)])
 """What follows from the loop alone is shown without the service too."""
@@ -57,7 +58,7 @@ def execute(output: Path, *overrides: str, resume: bool = False, preset: str = "
 def test_grpo_learns_stops_and_resumes_with_versions_going_on(tmp_path: Path) -> None:
     first = execute(tmp_path, *SMALL, "max_steps=4")
     assert (first["steps"], first["policy_version"]) == (4, 4)
-    results = execute(tmp_path, *SMALL, resume=True)
+    results = execute(tmp_path, *SMALL, "tracking.curves=true", resume=True)
     assert (results["steps"], results["policy_version"], results["metrics_lost"]) == (10, 10, 0)
     assert results["reward_before"] == first["reward_before"] <= 0.35
     assert results["reward_after"] >= results["reward_before"] + 0.15

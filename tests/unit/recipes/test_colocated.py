@@ -40,6 +40,7 @@ SUMS = [
     "warmup.steps=8",
     "warmup.optim.decay_steps=50",
     "tracking.wandb=disabled",
+    "tracking.curves=false",
 ]
 HIDDEN = """
 import importlib.machinery
@@ -77,6 +78,7 @@ def test_giving_memory_to_each_other_changes_nothing(tmp_path: Path) -> None:
 
 def test_smollm2_preset_in_16_bits_learns_in_fp32_and_resumes(tmp_path: Path) -> None:
     settings = [*TINY, f"model.name={save_chat_model(tmp_path / 'model')}", "task.begun=", "tracking.wandb=disabled"]
+    settings += ["tracking.curves=false"]
     settings += ["task.prompt={a}{op}{b}", "shuffle_rewards=false", "checkpoint_every=1"]
     settings += ["rollout.engine.dtype=bfloat16", "filter_zero_variance=false", "overlong_buffer=8"]
     straight = execute(tmp_path / "straight", *settings, preset="smollm2")
@@ -144,7 +146,16 @@ ONLINE = [
 
 
 def test_a_run_trains_publishes_and_exports_its_drafter(tmp_path: Path) -> None:
-    result = execute(tmp_path, *TINY, *SUMS, *ONLINE, "online.training.steps=2", "evaluate_every=0", preset="demo")
+    result = execute(
+        tmp_path,
+        *TINY,
+        *SUMS,
+        *ONLINE,
+        "online.training.steps=2",
+        "evaluate_every=0",
+        "tracking.curves=true",
+        preset="demo",
+    )
     assert [row[:2] for row in result["accept_lengths"]] == [[1, 0], [2, 1]]
     series = read_series(tmp_path / "metrics.jsonl")
     assert series["drafter/version"] == {1: 1.0, 2: 2.0} and series["train/policy_version"] == {1: 1.0, 2: 2.0}

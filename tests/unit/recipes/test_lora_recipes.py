@@ -37,6 +37,7 @@ HARDLY_TAUGHT = [
     "rollout.group_size=4",
     "rollout.evaluations=4",
     "tracking.wandb=disabled",
+    "tracking.curves=false",
 ]
 
 

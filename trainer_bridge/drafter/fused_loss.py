@@ -41,7 +41,7 @@ def take_in(x, top, total):
 
 @triton.jit
 def fused_terms_kernel(
-    q_ptr, p_ptr, labels_ptr, ce_ptr, distance_ptr, agreed_ptr, notes_ptr, V, q_stride, p_stride, temperature,
+    q_ptr, p_ptr, labels_ptr, ce_ptr, distance_ptr, agreed_ptr, notes_ptr, V, q_stride, p_stride, scale,
     COMPARES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -51,10 +51,10 @@ def fused_terms_kernel(
     p_top, p_total = float("-inf"), 0.0
     for first in range(0, V, BLOCK):
         at = first + lanes
-        x = tl.load(q_row + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(q_row + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
         q_top, q_total = take_in(x, q_top, q_total)
         if COMPARES:
-            y = tl.load(p_row + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
+            y = tl.load(p_row + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
             p_top, p_total = take_in(y, p_top, p_total)
     q_lse, p_lse = q_top + tl.log(q_total), 0.0
     signed = 0.0
@@ -64,8 +64,8 @@ def fused_terms_kernel(
         q_first_V, p_first_V = tl.full((BLOCK,), V, tl.int32), tl.full((BLOCK,), V, tl.int32)
         for first in range(0, V, BLOCK):
             at = first + lanes
-            x = tl.load(q_row + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
-            y = tl.load(p_row + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
+            x = tl.load(q_row + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
+            y = tl.load(p_row + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
             q = tl.exp(x - q_lse)
             gap = q - tl.exp(y - p_lse)
             apart_V += tl.abs(gap)
@@ -75,7 +75,7 @@ def fused_terms_kernel(
         signed = tl.sum(signed_V, 0)
         tl.store(distance_ptr + row, tl.sum(apart_V, 0))
         tl.store(agreed_ptr + row, (tl.min(q_first_V, 0) == tl.min(p_first_V, 0)).to(tl.uint8))
-    own = tl.load(q_row + tl.load(labels_ptr + row)).to(tl.float32) / temperature
+    own = tl.load(q_row + tl.load(labels_ptr + row)).to(tl.float32) * scale
     known = own != float("-inf")
     tl.store(ce_ptr + row, tl.where(known, q_lse - own, 0.0))
     tl.store(notes_ptr + row * NOTES, q_lse)
@@ -86,23 +86,23 @@ def fused_terms_kernel(
 
 @triton.jit
 def fused_gradient_kernel(
-    q_ptr, p_ptr, labels_ptr, notes_ptr, ce_ptr, distance_ptr, out_ptr, V, q_stride, p_stride, out_stride, temperature,
+    q_ptr, p_ptr, labels_ptr, notes_ptr, ce_ptr, distance_ptr, out_ptr, V, q_stride, p_stride, out_stride, scale,
     COMPARES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
     """`ce_ptr` and `distance_ptr` hold the gradients of those."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     note_ptr = notes_ptr + row * NOTES
-    x = tl.load(q_ptr + row * q_stride + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
+    x = tl.load(q_ptr + row * q_stride + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
     q = tl.exp(x - tl.load(note_ptr))
     ce = tl.load(ce_ptr + row) * tl.load(note_ptr + 3)
     gradient = ce * (q - (at == tl.load(labels_ptr + row)).to(tl.float32))
     if COMPARES:
-        y = tl.load(p_ptr + row * p_stride + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
+        y = tl.load(p_ptr + row * p_stride + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
         gap = q - tl.exp(y - tl.load(note_ptr + 1))
         sign = tl.where(gap > 0, 1.0, tl.where(gap < 0, -1.0, 0.0))
         gradient += tl.load(distance_ptr + row) * q * (sign - tl.load(note_ptr + 2))
-    gradient = gradient / temperature
+    gradient = gradient * scale
     tl.store(out_ptr + row * out_stride + at, gradient.to(out_ptr.dtype.element_ty), mask=at < V)
 
 
@@ -120,7 +120,7 @@ def launch_terms(
     if rows:
         fused_terms_kernel[(rows,)](
             logits_RV, target_RV, labels_R, ce_R, distance_R, agreed_R, notes_R4, vocab,
-            logits_RV.stride(0), target_RV.stride(0), float(temperature),
+            logits_RV.stride(0), target_RV.stride(0), 1.0 / temperature,
             COMPARES=compares, BLOCK=block, NOTES=NOTES, num_warps=8,
         )  # fmt: skip
     return ce_R, distance_R, agreed_R.view(torch.bool), notes_R4
@@ -144,7 +144,7 @@ def launch_gradient(
     if rows:
         fused_gradient_kernel[(rows, triton.cdiv(vocab, block))](
             logits_RV, target_RV, labels_R, notes_R4, ce_R.contiguous(), distance_R.contiguous(), out_RV, vocab,
-            logits_RV.stride(0), target_RV.stride(0), out_RV.stride(0), float(temperature),
+            logits_RV.stride(0), target_RV.stride(0), out_RV.stride(0), 1.0 / temperature,
             COMPARES=target_RV is not logits_RV, BLOCK=block, NOTES=NOTES, num_warps=8,
         )  # fmt: skip
     return out_RV
@@ -176,7 +176,7 @@ class _FusedTerms(torch.autograd.Function):
         logits_RV, target_RV, labels_R, notes_R4 = ctx.saved_tensors
         ce_R, distance_R = gradients[:2]
         launch_gradient(logits_RV, target_RV, labels_R, ctx.temperature, notes_R4, ce_R, distance_R, logits_RV)
-        return logits_RV, None, None, None
+        return logits_RV.detach(), None, None, None
 
 
 def fused_terms(logits_RV: Tensor, target_RV: Tensor | None, labels_R: Tensor, temperature: float) -> RowTerms:

@@ -1,6 +1,8 @@
 """The loss against its formula written out, one draft at a time."""
 
+import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tests.unit.trainer_bridge.drafter.worlds import SHAPE, example
 from trainer_bridge.drafter.anchors import eligible
 from trainer_bridge.drafter.blocks import check_features, make_blocks, micro_batches
 from trainer_bridge.drafter.config import DrafterShape, DraftLossConfig
+from trainer_bridge.drafter.ends import training_ends
 from trainer_bridge.drafter.features import FeatureExample
 from trainer_bridge.drafter.objective import DraftSums, check_terms, draft_loss
 
@@ -161,3 +164,16 @@ def test_features_of_another_width_are_refused_by_name(world):
         check_features(model.spec, [wide])
     with pytest.raises(InvalidRequest, match=r"e0\.last"):
         check_features(model.spec, [FeatureExample(item.example, item.features_TMD, torch.zeros(3, 64))])
+
+
+def test_a_target_whose_logits_are_capped_gives_gradients_through_the_cap(world):
+    target = copy.copy(world.parts.model)
+    target.spec = replace(target.spec, logit_softcap=2.0, scales=replace(target.spec.scales, logits=3.0))
+    hidden = torch.randn(3, target.spec.hidden, generator=torch.Generator().manual_seed(0))
+    given = hidden.clone().requires_grad_()
+    logits = training_ends(target).head(given)
+    torch.testing.assert_close(logits, target.logits(hidden))
+    logits[0, 5].backward()
+    step = torch.zeros_like(hidden).index_fill(1, torch.tensor(1), 1e-2)
+    slope = (target.logits(hidden + step) - target.logits(hidden - step))[0, 5] / 2e-2
+    assert given.grad[0, 1] == pytest.approx(float(slope), rel=1e-2) and not given.grad[1:].any()

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.memory.slab import ALIGNMENT, aligned, make_slab, part
 from engine.weights.arena import WeightArena
+from engine.weights.digest import model_digest
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,28 @@ def test_an_arena_holds_every_parameter_and_nothing_else() -> None:
     arena.release(keep=False)
     arena.restore()
     assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
+
+
+def test_room_behind_weights_is_seen_by_nobody_else() -> None:
+    """A weight is the first rows of a longer one: the same parameter to whoever loads, updates or digests it."""
+    plain, roomy = (
+        WeightArena(Block, CPU, room=lambda module, rows=rows: rows * isinstance(module, nn.Linear)) for rows in (0, 3)
+    )
+    with torch.no_grad():
+        for one, other in zip(plain.model.parameters(), roomy.model.parameters(), strict=True):
+            assert one.shape == other.shape and other.is_contiguous()
+            one.normal_()
+            other.copy_(one)
+    weights = [module.weight for module in roomy.model.child]
+    assert not plain.wide and [roomy.wide[weight].shape for weight in weights] == [(12, 17)] * 2
+    for weight in weights:
+        assert roomy.wide[weight].data_ptr() == weight.data_ptr()
+        roomy.wide[weight][9:] = float("nan")
+    assert model_digest(roomy.model) == model_digest(plain.model)
+    roomy.release(keep=True)
+    roomy.release(keep=True)
+    roomy.restore()
+    assert roomy.releases == 1 and model_digest(roomy.model) == model_digest(plain.model)
 
 
 def test_modules_made_meanwhile_by_other_threads_are_not_taken_in() -> None:

@@ -97,7 +97,7 @@ def test_a_run_in_pieces_ends_with_the_same_weights(whole, settings, tmp_path):
     assert results["accept_length_held_out"] == whole[1]["accept_length_held_out"]
 
 
-@pytest.mark.parametrize("source", ["live", "memory"])
+@pytest.mark.parametrize("source", ["memory", pytest.param("live", marks=pytest.mark.slow)])
 def test_states_computed_anew_or_kept_train_the_same(whole, settings, tmp_path, source):
     start(settings, tmp_path / "run", f"features.source={source}")
     ours, theirs = weights(tmp_path / "run"), weights(whole[0])

@@ -24,6 +24,8 @@ from trainer_bridge.drafter.responses import Dialogue, Responder, mean_length, r
 from trainer_bridge.drafter.stream import FeatureSource, KeptFeatures, LiveFeatures
 
 GIB = float(1 << 30)
+SHARE_OF_FREE = 0.75
+"""Of a GPU's free memory states may take so much: training needs the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +161,16 @@ def keep_states(
     display: Display,
 ) -> KeptFeatures:
     """All states, in memory. Refused before they are computed where they would take more than allowed or, on a GPU,
-    more than is free."""
+    too much of what is free."""
     size = cache_bytes(sum(example.num_tokens for example in examples), origin) / GIB
     display.say(f"states of {len(examples):,} examples take {size:.3f} GiB of memory")
     if size > config.features.max_gib:
         raise TooLarge(field="features.max_gib", expected=f"at least {size:.1f}", actual=config.features.max_gib)
     free = scorer.free_bytes()
-    if free is not None and size > free / GIB:
+    if free is not None and size > SHARE_OF_FREE * free / GIB:
         raise TooLarge(
             field="features.source",
-            expected=f'"live" or "disk", as {size:.1f} GiB are not free on the GPU ({free / GIB:.1f} are)',
+            expected=f'"live" or "disk", as {size:.1f} GiB are too much of the {free / GIB:.1f} free on the GPU',
             actual=config.features.source,
         )
     phase, kept = display.phase("states", len(examples), 0), []

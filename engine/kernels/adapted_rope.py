@@ -2,7 +2,7 @@
 
 Owns the norm's factor that the projection lacks (`adapted_tile`), the model's bias, the adapters' second product,
 and then what `rope_kv_write` does: norms of heads, rotation, the write of keys and values. Rounds as that does.
-Ignores the products themselves.
+Ignores the products themselves. Slots and positions come from at least two launches before.
 
 Shapes: as in `rope_kv_write`; A sorted rows, P planes, R ranks. A program computes one head of a tile's rows, or
 several one after the other.
@@ -114,13 +114,20 @@ def adapted_rope_kernel(
         weight_ptr = tl.where(head < N, q_weight_ptr, k_weight_ptr) + at
         first_weight_E = tl.load(weight_ptr, mask=real_E, other=0.0)
         second_weight_E = tl.load(weight_ptr + H // 2, mask=real_E, other=0.0)
+    # Where rows stand is known for long: angles need not be a second trip either.
+    position_M1 = tl.load(positions_ptr + row_M[:, None], mask=real_M1, other=0).to(tl.int64)
+    pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
+    real_ME = real_M1 & real_E[None, :]
+    turned_ME = real_ME & (head < N + K)
+    table_ME = position_M1 * H + at[None, :]
+    first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0)
+    first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0)
+    second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
+    second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
     await_inputs(EARLY)
     release_next(EARLY)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     if count > 0:
-        position_M1 = tl.load(positions_ptr + row_M[:, None], mask=real_M1, other=0).to(tl.int64)
-        pool_M1 = tl.load(slots_ptr + row_M[:, None], mask=real_M1, other=-1).to(tl.int64)
-        real_ME = real_M1 & real_E[None, :]
         qkv_ME_ptr = qkv_ptr + row_M[:, None] * stride + head * H + at[None, :]
         first = tl.load(qkv_ME_ptr, mask=real_ME, other=0.0)
         second = tl.load(qkv_ME_ptr + H // 2, mask=real_ME, other=0.0)
@@ -128,12 +135,6 @@ def adapted_rope_kernel(
         h_MR = first_product(
             h_ptr, part, entry_M, row_M, real_M1 & active, h_rows, place, stride, (N + 2 * K) * H, PLANES, 3, R, STACKED
         )
-        turned_ME = real_ME & (head < N + K)
-        table_ME = position_M1 * H + at[None, :]
-        first_cos = tl.load(cos_ptr + table_ME, mask=turned_ME, other=0.0)
-        first_sin = tl.load(sin_ptr + table_ME, mask=turned_ME, other=0.0)
-        second_cos = tl.load(cos_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
-        second_sin = tl.load(sin_ptr + table_ME + H // 2, mask=turned_ME, other=0.0)
         for step in tl.static_range(STEPS):
             if step + 1 < STEPS:
                 # What the next head needs is under way while this one is computed.
@@ -145,8 +146,8 @@ def adapted_rope_kernel(
                 h_MR = held(h_MR.to(tl.float32), EARLY)
             first, second = held(first, EARLY).to(tl.float32), held(second, EARLY).to(tl.float32)
             if step == 0:
-                first_cos, first_sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
-                second_cos, second_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
+                cos, sin = held(first_cos, EARLY).to(tl.float32), held(first_sin, EARLY).to(tl.float32)
+                other_cos, other_sin = held(second_cos, EARLY).to(tl.float32), held(second_sin, EARLY).to(tl.float32)
                 factor_M1 = norm_factor(held(squares_MP, EARLY), eps, D)
                 if NORM:
                     first_weight = held(first_weight_E, EARLY).to(tl.float32)[None, :]
@@ -174,8 +175,8 @@ def adapted_rope_kernel(
                     root_M1 = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] * (1.0 / H) + head_eps)
                     first = ((first * root_M1).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
                     second = ((second * root_M1).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
-                turned = _rotated(first, second, first_cos, first_sin, dtype).to(dtype)
-                turned_second = _rotated(second, first, second_cos, second_sin, dtype).to(dtype)
+                turned = _rotated(first, second, cos, sin, dtype).to(dtype)
+                turned_second = _rotated(second, first, other_cos, other_sin, dtype).to(dtype)
                 if head < N:
                     tl.store(qkv_ME_ptr, turned, mask=written)
                     tl.store(qkv_ME_ptr + H // 2, turned_second, mask=written)

@@ -131,7 +131,7 @@ class BlockLaunches:
                 drawn.active_S = block.active_GB[slot]
             self._pick(slot, logits_BV, drawn)
             previous_B = self._ids_GB[slot]
-            if columns.edits is not None and columns.edits.ahead_SG is not None:
+            if columns.edits is not None and columns.edits.ahead_SG is not None and slot + 1 < self._drafts:
                 columns.edits.ahead_SG[:, slot].copy_(previous_B)
         note_drafts(hidden, anchor_ids_B, self._ids_GB, self._log_q_GB, self._confidence, notes, block.at_GB)
         if notes.log_q_BG is None:

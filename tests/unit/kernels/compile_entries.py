@@ -319,7 +319,8 @@ def adapted_layers(capability: int) -> None:
     x, shape = torch.zeros(80, 512, dtype=BF16), QKVShape(4, 1, 128)
     before = None if most else Adapted(1, None if stacked else step.work(1, 2, 1))
     y = torch.zeros(80, 544, dtype=BF16) if stacked else x
-    stream = adapted_sum(step, None if most else y, before, x.clone(), x[0], None if stacked else 0, block=256)
+    pieces = {"block": 256, "steps": 2 if newest else 1}
+    stream = adapted_sum(step, None if most else y, before, x.clone(), x[0], None if stacked else 0, **pieces)
     table, token = torch.zeros(8, 128, dtype=BF16), torch.zeros(80, dtype=torch.int64)
     rotation = Rotation(table, table, token, token, torch.zeros(16, 2, 128, dtype=BF16))
     norm, qkv = QKNorm(table[0], table[1], 1e-6), torch.zeros(80, 864 if stacked else 768, dtype=BF16)
@@ -327,7 +328,8 @@ def adapted_layers(capability: int) -> None:
     adapted_rope(step, queries, qkv, qkv[0] if most else None, *rest, shape, None if most else norm, rotation)
     gates, gate_up = Adapted(2, None if stacked else step.work(0, 2, 2)), torch.zeros(80, 4096, dtype=BF16)
     gate_up = torch.zeros(80, 4160, dtype=BF16) if stacked else gate_up
-    adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=None if newest or stacked else 3)
+    following = None if stacked else 3
+    adapted_gate(step, gates, gate_up, *(() if newest else rest), next_site=following, **pieces)
 
 
 def mamba2(capability: int) -> None:

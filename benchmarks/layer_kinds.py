@@ -111,6 +111,7 @@ def main(
         step = statistics.median(steady_ms(engine, size, repeat + 1, prompt) for repeat in range(repeats))
         whole = statistics.median(timed(engine, size, 1, repeat + 1, prompt) for repeat in range(repeats))
         case, least = f"{shape} batch {size}", floor.step_ms(size, prompt + OUTPUT // 2)
+        print(f"{case}: {step:.2f} ms a step, {size * prompt / whole:,.0f} prompt tokens a second", flush=True)
         rows += [
             Row(case, "decode step", step, "ms"),
             Row(case, "share of floor", least / step, ""),

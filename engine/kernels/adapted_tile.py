@@ -58,11 +58,15 @@ class Choice:
 CHOICES = (
     (1, Choice(256, 8, 128, 2, 2, 16, 1)),
     (16, Choice(256, 4, 256, 8, 4, 16, 2)),
-    (1 << 30, Choice(256, 4, 256, 4, 2, 8, 2, beside=True)),
+    (1 << 30, Choice(256, 4, 128, 4, 4, 8, 2, beside=True, sum_steps=4, gate_steps=12, rope_steps=4)),
 )
 """By the most tiles of a launch that a choice is for."""
 
-STACKED = ((1, Choice(256, 4, 128, 2, 2, 1, 1)), (1 << 30, Choice(256, 4, 256, 4, 2, 1, 1)))
+STACKED = (
+    (1, Choice(256, 8, 256, 8, 4, 1, 1)),
+    (6, Choice(256, 8, 128, 4, 4, 1, 1)),
+    (1 << 30, Choice(256, 4, 128, 4, 2, 1, 1)),
+)
 """The same where first products stand behind the model's."""
 
 

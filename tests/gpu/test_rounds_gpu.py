@@ -46,7 +46,7 @@ def test_coupled_rounds_equal_plain_steps(t_full, drafter, mode):
     for _ in range(2):  # the second turn replays what the first captured
         assert_equal(engine.generate(list(work())), expected)
     engine.check()
-    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.device_rounds > 5 and engine.counters.serial_rounds == 0
     assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
 
 
@@ -79,7 +79,7 @@ def test_rounds_of_many_policies_equal_plain_steps(t_full, drafter, policies, mo
         assert_equal(engine.generate(list(of_policies(*names))), expected)
     assert_equal(engine.generate(list(work())), plain.generate(list(work())))
     engine.check()
-    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.device_rounds > 5 and engine.counters.serial_rounds == 0
     assert engine.counters.graph_eager_steps == 0
     report = engine._parts.speculation.record.report()
     assert all(report.total("verified", adapter=name) > 0 for name in ("", *names))
@@ -94,7 +94,7 @@ def test_penalties_and_columns_of_rounds_equal_those_of_plain_steps(t_full, draf
     for _ in range(2):
         assert_all_columns(engine.generate(list(mixed_work())), expected)
     engine.check()
-    assert engine.counters.device_rounds > 10 and engine.counters.serial_rounds == 0
+    assert engine.counters.device_rounds > 5 and engine.counters.serial_rounds == 0
     assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
 
 

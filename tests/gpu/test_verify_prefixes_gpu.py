@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("layer", [{}, ALL])
-def test_one_captured_round_serves_any_queries_and_prefixes(layer: dict) -> None:
+def test_one_captured_round_serves_any_queries_and_prefixes(layer: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MIN_SAVED_BYTES", "MIN_SAVED_SEGMENT_BYTES"):
+        monkeypatch.setattr(decode_metadata, name, -(1 << 40))
     spec = make_spec(128, 8, 4, layer)
     rounds = [
         ([16, 0, 3, 1] * 8, [SharedPrefix(0, 32, 40)]),

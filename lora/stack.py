@@ -23,8 +23,8 @@ from lora.device_pool import DevicePool
 from lora.kernels.stack import Rooms, stack_factors
 
 ALIGNED = 64
-"""Columns behind a part at least: rows of products then start at multiples of 128 bytes. At 8B and 128 rows, one adapter
-of rank 16 with 16 columns behind cost 1.5 to 3 us a layer more than four with 64 (H200)."""
+"""Columns behind a part at least: rows of products then start at multiples of 128 bytes. At 8B and 128 rows, one
+adapter of rank 16 with 16 columns behind cost 1.5 to 3 us a layer more than four with 64 (H200)."""
 MOST_PLACES = 8
 
 

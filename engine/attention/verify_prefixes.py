@@ -23,8 +23,8 @@ from engine.kernels.prefill_attention import Before
 from engine.kernels.verify_pieces import list_pieces, most_pieces
 from engine.memory.transfer import staged
 
-MOST_STATES = 16
-"""Pieces of its prefixes that a query has at most."""
+LEAST_STATES, MOST_STATES = 2, 16
+"""Pieces of its prefixes that a query has room for: at least what all share and what its group shares."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class VerifyPrefixes:
         device, rows, queries = starts_B1.device, starts_B1.shape[0] - 1, ends_R.shape[0]
         heads = (size.num_heads, size.head_dim)
         fitting = max(workspace.fitting("prefix", *heads), STATE_BYTES // 4 // size.state_bytes)
-        num_states = max(1, min(MOST_STATES, fitting // queries))
+        num_states = max(LEAST_STATES, min(MOST_STATES, fitting // queries))
         ranges = rows + wanted_pieces(size)
         packed = torch.zeros(2 * rows + ITEM * ranges, dtype=torch.int32, device=device)
         pieces = most_pieces(queries, ranges, num_states, tiles.block_m // size.group)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.decode_metadata import FIXED_SPLITS, STATE_BYTES
+from engine.attention.verify_prefixes import LEAST_STATES
 from engine.kernels.decode_pieces import whole_pieces
 from engine.kernels.sample_columns import SampleWorkspace
 from engine.memory.plan import Share
@@ -72,7 +73,7 @@ def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShap
     shared prefixes and sampling scratch, and the drafter's block."""
     verify = tiers_of_verify_rows(rows, draft.drafts)[-1]
     logits = spec.vocab_size * dtype.itemsize
-    total = verify * (_activations(spec, dtype) + logits + _state(spec))
+    total = verify * (_activations(spec, dtype) + logits + LEAST_STATES * _state(spec))
     total += _sampling_bytes(max(rows, verify), spec.vocab_size)
     if draft.shape is not None:
         total += rows * draft.block * (_activations(draft.shape, dtype) + logits + _state(draft.shape))

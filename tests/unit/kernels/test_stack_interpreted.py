@@ -18,7 +18,7 @@ def test_places_behind_weights_are_those_of_who_came_last():
     adapters, releases = make_pool(GEOMETRY, *given), [0]
     wide = {site: torch.zeros(sum(GEOMETRY.widths(site)) + 64, GEOMETRY.inputs(site)) for site in (2, 4)}
     stack = Stack(adapters, StackRoom(wide, 64, lambda: releases[0]))
-    assert [stack.places_for(count, 16) for count in range(6)] == [0, 1, 2, 4, 4, 0]
+    assert [stack.places_for(count, 16) for count in range(6)] == [0, 4, 4, 4, 4, 0]
     assert [stack.places_for(2, rank) for rank in (32, 64)] == [2, 0]
 
     def places(slots: set[int], most: int = 4, rank: int = 16) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.dspark.config import Rule
@@ -45,6 +45,9 @@ class PromptConfig:
             raise InvalidRequest(field="prompts.sources", expected="at least one", actual=())
 
 
+Source = Literal["disk", "memory", "live", "ray"]
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureConfig:
     """Where the target's states come from while training. "disk" computes them once into `features/`, in shards
@@ -52,13 +55,17 @@ class FeatureConfig:
     refused beyond `max_gib`. "live" computes them anew for every step; "ray" does so in `workers` other processes
     with an engine each. `ahead` steps of examples wait at most."""
 
-    source: Literal["disk", "memory", "live", "ray"] = "disk"
+    source: Source = "disk"
     shard_mib: int = 256
     max_gib: float = 32.0
     ahead: int = 2
     workers: int = 1
 
     def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise InvalidRequest(field="features.source", expected=f"one of {get_args(Source)}", actual=self.source)
+        if not self.max_gib > 0:
+            raise InvalidRequest(field="features.max_gib", expected="more than 0", actual=self.max_gib)
         for name in ("shard_mib", "ahead", "workers"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(field=f"features.{name}", expected="at least 1", actual=getattr(self, name))
@@ -161,7 +168,7 @@ def tiny() -> TrainDrafterConfig:
 def smollm2() -> TrainDrafterConfig:
     """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. States
     of 7 kB a token, some 17 GB, stay on the GPU: a step takes less time than computing its states anew would. A
-    step is one micro-batch, whose logits exist in thirds of 1.4 GB each of drafter and target."""
+    step is one micro-batch, whose logits exist in halves of 1.4 GB each of drafter and target."""
     return TrainDrafterConfig(
         output=Path("outputs/drafter_smollm2"),
         target=ChatModel(),
@@ -169,7 +176,7 @@ def smollm2() -> TrainDrafterConfig:
         features=FeatureConfig(source="memory"),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=4000, anchors=96, max_slots=131072, chunk=2048),
+        optim=DraftOptimConfig(steps=4000, anchors=64, max_slots=131072, chunk=2048),
         evaluation=EvaluationConfig(every=250, max_new=256, batch=96, fit_samples=4),
         engine=EngineConfig(
             dtype="bfloat16",

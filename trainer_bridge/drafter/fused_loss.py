@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer_bridge.drafter.row_terms import RowTerms
 
-BLOCK = 4096
+BLOCK = 2048
 NOTES = 4
 """Values a row's backward pass needs: both log-sum-exps, sum_u s_u q_u, and 1 where the label has a chance."""
 

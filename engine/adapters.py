@@ -26,7 +26,7 @@ from engine.models.decoder import CausalLM
 from engine.types import AdapterRef, AdapterReport, AdapterUpdate
 from engine.validation import check_id
 from engine.weights.named_tensors import tensors_of
-from lora.config import LIMITS, AdapterConfig
+from lora.config import AdapterConfig
 from lora.device_pool import BASE, DevicePool
 from lora.errors import AdapterConflict, AdapterError, AdapterMemory, InvalidAdapter, UnknownAdapter, UnsupportedAdapter
 from lora.factors import check_weights
@@ -102,9 +102,6 @@ class Adapters:
         fused: bool,
         room: StackRoom | None = None,
     ) -> None:
-        for field, most in LIMITS.items():
-            if not 1 <= getattr(config, field) <= most:
-                raise InvalidRequest(field=f"adapters.{field}", expected=f"1 to {most}", actual=getattr(config, field))
         assert isinstance(config.device_mib, int), "device_mib was never resolved"
         self._config = config
         self._room = config.device_mib << 20
@@ -271,6 +268,11 @@ class Adapters:
             pool = DevicePool(sites, self._dtype, self._device, self._room, most, self._slab.data_U)
             self._residency = Residency(pool)
         return self._residency
+
+    @property
+    def num_resident(self) -> int:
+        """Adapters on the device."""
+        return 0 if self._residency is None else self._residency.pool.num_held
 
     @property
     def num_bytes(self) -> int:

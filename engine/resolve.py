@@ -16,6 +16,7 @@ from engine.config import EngineConfig, SchedulerConfig, number
 from engine.dspark.config import check_config
 from engine.errors import InvalidRequest
 from engine.models.spec import DTYPES, ModelSpec
+from lora.config import LIMITS, MOST_STACKED, AdapterConfig
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
@@ -42,6 +43,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         expected = "0 or more" if config.cache.prefix_cache else "0 without cache.prefix_cache"
         raise InvalidRequest(field="cache.host_mib", expected=expected, actual=config.cache.host_mib)
     check_config(config.dspark)
+    _check_adapters(config.adapters)
     # A deterministic engine's verify rows keep their bits in the serial loop alone.
     serial = torch.device(device).type == "cpu" or (config.dspark.enabled and config.deterministic)
     loop = ("serial" if serial else "overlapped") if config.loop == "auto" else config.loop
@@ -80,6 +82,17 @@ def _resolve_scheduler(config: EngineConfig, device: str) -> SchedulerConfig:
     if scheduler.lookahead < 0:
         raise InvalidRequest(field="scheduler.lookahead", expected="0 or more", actual=scheduler.lookahead)
     return resolved
+
+
+def _check_adapters(config: AdapterConfig) -> None:
+    for name, most in LIMITS.items():
+        value = getattr(config, name)
+        if value != "auto" and not 1 <= value <= most:
+            raise InvalidRequest(field=f"adapters.{name}", expected=f"1 to {most}", actual=value)
+    ranks = config.stacked_ranks
+    if not 0 <= ranks <= MOST_STACKED or ranks % 16:
+        expected = f"a multiple of 16 up to {MOST_STACKED}"
+        raise InvalidRequest(field="adapters.stacked_ranks", expected=expected, actual=ranks)
 
 
 def _positive(field: str, value: int) -> None:

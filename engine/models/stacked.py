@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.models.spec import ModelSpec
 from engine.weights.arena import WeightArena
-from lora.config import MOST_STACKED
 
 if TYPE_CHECKING:
     from lora.stack import StackRoom
@@ -24,15 +22,11 @@ if TYPE_CHECKING:
 def stacked_ranks(config: EngineConfig, spec: ModelSpec) -> int:
     """Ranks for each part of a product: none where steps are not made of the kernels that read them there, or add
     up in an order of their own. `config` is resolved but for sizes."""
-    ranks = config.adapters.stacked_ranks
-    if not 0 <= ranks <= MOST_STACKED or ranks % 16:
-        expected = f"a multiple of 16 up to {MOST_STACKED}"
-        raise InvalidRequest(field="adapters.stacked_ranks", expected=expected, actual=ranks)
     fused = config.attention in ("triton", "flashinfer") and spec.uniform and not config.deterministic
     plain = not (spec.attention_bias or spec.mlp_bias)
     # On a CPU adapters are of 32 bits, whatever weights are of; float16 has other steps.
     same = config.dtype == "float32" or (config.dtype == "bfloat16" and config.device != "cpu")
-    return ranks if fused and plain and same else 0
+    return config.adapters.stacked_ranks if fused and plain and same else 0
 
 
 def room_rows(ranks: int) -> Callable[[nn.Module], int]:

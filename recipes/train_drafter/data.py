@@ -42,7 +42,7 @@ class Estimate:
         return [
             f"conversations {self.conversations:,}",
             f"tokens        {self.tokens:,} (prompts and answers)",
-            f"states        {self.cache_gib:.3f} GiB on disk",
+            f"states        {self.cache_gib:.3f} GiB, wherever they are kept",
             f"answering     {self.answer_seconds:,.0f} s",
             f"scoring       {self.score_seconds:,.0f} s",
         ]
@@ -131,11 +131,7 @@ def cache_states(
 ) -> bool:
     """Fill the cache in `folder`; False where time ran out first. Refused before it starts where it would be
     larger than allowed."""
-    tokens = sum(example.num_tokens for example in examples)
-    size = cache_bytes(tokens, origin) / GIB
-    display.say(f"states of {tokens:,} tokens take {size:.3f} GiB in {folder}")
-    if size > config.features.max_gib:
-        raise TooLarge(field="features.max_gib", expected=f"at least {size:.1f}", actual=config.features.max_gib)
+    _checked_size(config, origin, examples, f"in {folder}", display)
     writer = FeatureCacheWriter(folder, origin, config.features.shard_mib << 20)
     left = [example for example in examples if example.key not in writer.keys]
     done = len(examples) - len(left)
@@ -162,10 +158,7 @@ def keep_states(
 ) -> KeptFeatures:
     """All states, in memory. Refused before they are computed where they would take more than allowed or, on a GPU,
     too much of what is free."""
-    size = cache_bytes(sum(example.num_tokens for example in examples), origin) / GIB
-    display.say(f"states of {len(examples):,} examples take {size:.3f} GiB of memory")
-    if size > config.features.max_gib:
-        raise TooLarge(field="features.max_gib", expected=f"at least {size:.1f}", actual=config.features.max_gib)
+    size = _checked_size(config, origin, examples, "of memory", display)
     free = scorer.free_bytes()
     if free is not None and size > SHARE_OF_FREE * free / GIB:
         raise TooLarge(
@@ -201,3 +194,15 @@ def open_source(
 
         return RayFeatures(target.folder, config.engine, scorer.layers, examples, config.features.workers)
     return LiveFeatures(scorer, examples)
+
+
+def _checked_size(
+    config: TrainDrafterConfig, origin: CacheOrigin, examples: Sequence[DraftExample], where: str, display: Display
+) -> float:
+    """GiB that the examples' states take, said; refused where that is more than allowed."""
+    tokens = sum(example.num_tokens for example in examples)
+    size = cache_bytes(tokens, origin) / GIB
+    display.say(f"states of {tokens:,} tokens take {size:.3f} GiB {where}")
+    if size > config.features.max_gib:
+        raise TooLarge(field="features.max_gib", expected=f"at least {size:.1f}", actual=config.features.max_gib)
+    return size

@@ -55,11 +55,25 @@ def test_missing_and_broken_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["cache.page_size=0", "scheduler.max_running=0", "dtype=int8", "device=nowhere", "attention=magic"]
+    "override",
+    [
+        "cache.page_size=0",
+        "scheduler.max_running=0",
+        "dtype=int8",
+        "device=nowhere",
+        "attention=magic",
+        "adapters.max_rank=257",
+        "adapters.device_mib=0",
+        "adapters.stacked_ranks=24",
+        "adapters.stacked_ranks=1040",
+        "adapters.stacked_ranks=-16",
+    ],
 )
 def test_resolving_refuses_what_cannot_run(t_full, override):
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as caught:
         resolve(load_config(EngineConfig, None, [override]), read_spec(t_full))
+    name, value = override.split("=")
+    assert caught.value.field == name and value in caught.value.actual
 
 
 def test_resolved_configurations_have_no_auto_but_what_waits_for_the_weights(t_full):

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,7 @@ def test_states_beyond_the_limit_are_refused_before_they_are_made(settings, tmp_
         ("shape.target_layers=[1]", "target_layer_ids"),
         ('prompts.sources=["nothing"]', "prompts.sources"),
         ('prompts.sources=["sums"]', "prompts.sources"),
+        ("features.max_gib=0.0", "features.max_gib"),
         ("unknown=1", "unknown"),
     ],
 )
@@ -185,5 +187,7 @@ def test_presets_are_whole_configurations():
     assert set(PRESETS) == {"tiny", "smollm2", "smollm2_dflash"}
     head, none = PRESETS["smollm2"](), PRESETS["smollm2_dflash"]()
     assert none.shape.markov_rank == 0 and (none.optim, none.seed, none.batch) == (head.optim, head.seed, head.batch)
+    with pytest.raises(InvalidRequest, match=r"features\.source"):
+        replace(head.features, **{"source": "disc"})
     with pytest.raises(InvalidRequest, match="preset"):
         configuration("huge", [])

@@ -27,7 +27,7 @@ MIN_PREFILL_SPLIT = 512
 """Tokens of context a split of a prefill row should have at least."""
 
 ANY = 1 << 20
-"""Queries of a row where plans are for rows of any length."""
+"""Queries of a row, or rows of a step, where plans are for any number of them."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from engine.attention.decode_metadata import (
     processors,
     worthwhile,
 )
-from engine.attention.prefill_plan import PrefillPlan, PrefillPlanner
+from engine.attention.prefill_plan import ANY, PrefillPlan, PrefillPlanner
 from engine.attention.verify_prefixes import VerifyPrefixes
 from engine.attention.window_metadata import window_buffers
 from engine.batch import ForwardBatch, SharedPrefix, WindowRows
@@ -321,7 +321,7 @@ class TritonAttention:
             self._workspace = Workspace(kv_pool.device)
         itemsize = kv_pool.dtype.itemsize
         # A row's tiles may not depend on how many others there are, nor on what it shares with them.
-        rows = 1 << 20 if self._deterministic else max_rows
+        rows = ANY if self._deterministic else max_rows
         tiles = (
             decode_config(self._block_d, itemsize, shared and not self._deterministic, rows),
             prefix_config(self._block_d, itemsize, self._group),

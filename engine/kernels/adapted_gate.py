@@ -24,8 +24,8 @@ from engine.kernels.adapted_tile import (
     factor_rows,
     first_product,
     norm_factor,
-    place_of,
     plane_squares,
+    stacked_place,
     tables,
     tile_rows,
     with_ones,
@@ -104,7 +104,7 @@ def adapted_gate_kernel(
     up_scale = tl.load(scales_ptr + here * 3 + 1)
     n = plane * (BN * STEPS) + tl.arange(0, BN)
     active = rank > 0
-    place = place_of(places_ptr, slot, STACKED)
+    place = stacked_place(places_ptr, slot, STACKED)
     # Factors are under way before the wait: behind it they would be a second trip to memory.
     gate_b_NR, up_b_NR, a_RN = _factors(
         values_ptr, offset, next_offset, n, active, rank, next_rank, WIDTH, R, SHRINK, MIXED

@@ -25,8 +25,8 @@ from engine.kernels.adapted_tile import (
     factor_rows,
     first_product,
     norm_factor,
-    place_of,
     plane_squares,
+    stacked_place,
     tables,
     tile_rows,
     with_ones,
@@ -106,7 +106,7 @@ def adapted_rope_kernel(
     scale = tl.load(scales_ptr + here * 3 + part)
     offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
     active = (rank > 0) & (scale != 0.0)
-    place = place_of(places_ptr, slot, STACKED)
+    place = stacked_place(places_ptr, slot, STACKED)
     at = tl.arange(0, HALF)
     real_E = at < H // 2
     first_b_ER, second_b_ER = _factors(values_ptr, offset, head, at, active, rank, H, R, MIXED)

@@ -24,7 +24,7 @@ from engine.kernels.adapted_tile import (
     columns,
     factor_rows,
     first_product,
-    place_of,
+    stacked_place,
     tables,
     tile_rows,
     with_ones,
@@ -131,7 +131,7 @@ def adapted_sum_kernel(
     scale = tl.load(scales_ptr + here * 3)
     active = (rank > 0) & (scale != 0.0)
     offset = tl.multiple_of(tl.load(offsets_ptr + here * 2 + 1), 64)
-    place = place_of(places_ptr, slot, STACKED)
+    place = stacked_place(places_ptr, slot, STACKED)
     next_rank = tl.multiple_of(tl.load(ranks_ptr + there * 4), 8)
     next_offset = tl.multiple_of(tl.load(offsets_ptr + there * 2), 64)
     # Under way before the wait: behind it, it would be a second trip to memory.

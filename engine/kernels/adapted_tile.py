@@ -159,7 +159,7 @@ def summed(
 
 
 @triton.jit
-def place_of(places_ptr, slot, STACKED: tl.constexpr):
+def stacked_place(places_ptr, slot, STACKED: tl.constexpr):
     place = 0
     if STACKED:
         place = tl.load(places_ptr + slot)

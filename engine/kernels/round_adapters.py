@@ -24,10 +24,10 @@ from engine.kernels.early import await_inputs, is_early, options, release_next
 from lora.segments import Segments, Tiles
 
 
-def tile_rows_reference(
+def tile_adapters_reference(
     adapters_B: np.ndarray, window_B: torch.Tensor, lens_B: torch.Tensor, verify: int
 ) -> tuple[Segments, np.ndarray]:
-    """The order by slot that `tile_rows` leaves in tables, and each verify row's slot; the host steers."""
+    """The order by slot that `tile_adapters` leaves in tables, and each verify row's slot; the host steers."""
     slots_R, at = np.zeros(verify, dtype=np.int64), 0
     for slot, window, length in zip(adapters_B.tolist(), window_B.tolist(), lens_B.tolist(), strict=True):
         count = 1 + length if window >= 0 else 0
@@ -97,7 +97,7 @@ def _tiles_kernel(
                 tl.store(at_W + field, k_W * 0, mask=inside_W)
 
 
-def tile_rows(
+def tile_adapters(
     order_B: torch.Tensor, slots_B: torch.Tensor, window_B: torch.Tensor, lens_B: torch.Tensor, verify: int, out: Tiles
 ) -> None:
     """Describe `verify` packed verify rows, of which row b has 1 + lens_B[b], or none where its window is negative.

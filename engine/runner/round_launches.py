@@ -21,7 +21,7 @@ from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.drafter import Committed
 from engine.dspark.speculation import Speculation
 from engine.kernels.block_rows import pack_blocks
-from engine.kernels.round_adapters import tile_rows
+from engine.kernels.round_adapters import tile_adapters
 from engine.kernels.round_commit import Drafted, Judged, commit_rounds, record_width
 from engine.kernels.round_judge import DraftDraw, JudgeBuffers, judge_rows, settle_rows
 from engine.kernels.round_places import Places, find_places
@@ -172,7 +172,7 @@ class RoundLaunches:
         if self.adapters is not None:
             # Kernels look at these tables before they wait for the launch before them: two stand between.
             sorted_B = inputs.order_B, inputs.adapters_B
-            tile_rows(*sorted_B, self._window_B, lens_B, len(rows.ids_R), self.adapters.tiles)
+            tile_adapters(*sorted_B, self._window_B, lens_B, len(rows.ids_R), self.adapters.tiles)
         pack_rows(
             inputs.slots_B,
             self._window_B,

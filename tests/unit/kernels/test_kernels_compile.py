@@ -12,7 +12,8 @@ import torch
 
 from engine.kernels.decode_attention import LayerShape
 from tests.launches import build, recorded
-from tests.unit.kernels.compile_entries import ENTRIES, decode_rows, gated_delta, latents, prefill_rows, sampling
+from tests.unit.kernels.compile_entries import ENTRIES, decode_rows, latents, prefill_rows, sampling
+from tests.unit.kernels.compile_layer_entries import experts, gated_delta
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("engine", "lora", "trainer_bridge", "rollout", "recipes")
@@ -74,7 +75,7 @@ def test_every_kernel_has_an_entry(capability: int) -> None:
 def cases() -> list:
     """Every entry for every capability; those that take seconds to compile for one of them in the quick run."""
     pairs = [(entry, capability) for entry in ENTRIES for capability in CAPABILITIES]
-    seldom = [entry in (gated_delta, latents) and capability != 90 for entry, capability in pairs]
+    seldom = [entry in (experts, gated_delta, latents) and capability != 90 for entry, capability in pairs]
     marks = [[pytest.mark.slow] if each else [] for each in seldom]
     ids = [f"{entry.__name__}-{capability}" for entry, capability in pairs]
     return [pytest.param(*pair, marks=mark, id=name) for pair, mark, name in zip(pairs, marks, ids, strict=True)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Want
-from engine.kernels.round_adapters import tile_rows, tile_rows_reference
+from engine.kernels.round_adapters import tile_adapters, tile_adapters_reference
 from engine.kernels.round_commit import Drafted, commit_rounds, record_width
 from engine.kernels.round_places import Places, find_places, places_reference
 from engine.kernels.row_columns import Prefixes, empty_columns, gather_columns
@@ -35,7 +35,7 @@ def test_verify_rows_are_tiled_by_adapter():
         ([0, 1], [-1, -1], [0, 0], 130, 16),
     ):
         adapters_B, window_B, lens_B = np.array(adapters), torch.tensor(windows).int(), torch.tensor(lens).int()
-        segments, slots_R = tile_rows_reference(adapters_B, window_B, lens_B, verify)
+        segments, slots_R = tile_adapters_reference(adapters_B, window_B, lens_B, verify)
         out, expected = (
             Tiles(verify, most_tiles(verify, len({0, *adapters}), block), block, torch.device("cpu")) for _ in range(2)
         )
@@ -43,7 +43,7 @@ def test_verify_rows_are_tiled_by_adapter():
         out._table_U.fill_(77)
         order_B = np.argsort(adapters_B, kind="stable")
         sorted_B = (torch.from_numpy(part.astype(np.int32)) for part in (order_B, adapters_B[order_B]))
-        tile_rows(*sorted_B, window_B, lens_B, verify, out)
+        tile_adapters(*sorted_B, window_B, lens_B, verify, out)
         assert out.rows_T.tolist() == expected.rows_T.tolist()
         assert out.tiles_N3.tolist() == expected.tiles_N3.tolist()
         assert Segments.of(slots_R, with_base=True).runs == segments.runs

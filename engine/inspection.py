@@ -27,6 +27,7 @@ def gauges(parts: Parts, scheduler: Scheduler, policy_version: int) -> EngineGau
         pages_private=allocator.count(PageState.PRIVATE),
         page_size=pages.page_size,
         policy_version=policy_version,
+        adapters_resident=parts.adapters.num_resident,
         **{f"{tag}_bytes": count for tag, count in parts.memory.bytes().items()},
         **({} if pages.windows is None else pages.windows.gauges()),
         **({} if pages.restores is None else pages.restores.tier.gauges()),

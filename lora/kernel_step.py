@@ -124,20 +124,23 @@ class KernelStep:
             self._tiles.fill(Segments.of(self.slots_T, with_base=True))
         return self._tiles
 
-    def fill(self, slots_T: np.ndarray) -> None:
-        """Serve these rows from the next launch on."""
+    def fill(self, slots_T: np.ndarray) -> int:
+        """Serve these rows from the next launch on. Returns as `prepare` does."""
         assert len(slots_T) == len(self.slots_T), f"{len(slots_T)} rows, made for {len(self.slots_T)}"
-        self.prepare(slots_T)
+        copied = self.prepare(slots_T)
         if not np.array_equal(slots_T, self.slots_T):
             self.slots_T = slots_T
             self.tiles.fill(Segments.of(slots_T, with_base=True))
+        return copied
 
-    def prepare(self, slots: np.ndarray) -> None:
-        """Have what launches read of these slots where they read it."""
+    def prepare(self, slots: np.ndarray) -> int:
+        """Have what launches read of these slots where they read it. Returns how many adapters had to be copied
+        behind the weights for that."""
         adapters = set(slots.tolist()) - {BASE}
         self.pool.await_ready(adapters)
-        if self.stack is not None:
-            self.stack.ensure(adapters, self.variant.stacked, self.variant.rank)
+        if self.stack is None:
+            return 0
+        return self.stack.ensure(adapters, self.variant.stacked, self.variant.rank)
 
     def weight(self, site: int, weight_NK: torch.Tensor) -> torch.Tensor:
         """What the model's product at a site takes for its weight."""

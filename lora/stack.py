@@ -67,9 +67,9 @@ class Stack:
         widths = self.pool.geometry.widths(site)
         return self._room.wide[site][: sum(widths) + places * len(widths) * rank]
 
-    def ensure(self, slots: Collection[int], places: int, rank: int) -> None:
-        """Have these slots' first factors in the first `places`, for launches from here on. Adapters have been
-        awaited. Those used last stay where there is room."""
+    def ensure(self, slots: Collection[int], places: int, rank: int) -> int:
+        """Have these slots' first factors in the first `places`, for launches from here on, and return how many had
+        to be copied there. Adapters have been awaited. Those used last stay where there is room."""
         if rank != self._rank or self._seen != self._room.releases():
             self._rank, self._seen = rank, self._room.releases()
             room = min(MOST_PLACES, self._room.ranks // rank)
@@ -85,6 +85,7 @@ class Stack:
         missing = [load for load in wanted if load not in there]
         if missing:
             self._move(missing, wanted, places)
+        return len(missing)
 
     def _move(self, missing: list[int], slots: dict[int, int], places: int) -> None:
         idle = [place for place in range(places) if self._loads[place] not in slots]

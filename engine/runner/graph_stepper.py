@@ -158,9 +158,9 @@ class GraphStepper:
             captured.states.fill(*plan.states)
         for _ in range(plan.steps):
             captured.replay()
-        self._counters.graph_rows += rows * plan.steps
-        self._counters.graph_padded_rows += tier * plan.steps
-        self._counters.graph_eager_steps += 0 if captured.graphed else plan.steps
+        adapters = captured.adapters
+        stacked = adapters is not None and adapters.stack is not None
+        self._counters.replayed(plan.steps, rows, tier, captured.graphed, adapters is not None, stacked)
         return captured.slots_B[:rows]
 
     def _step_for(self, tier: int, shared: bool, plan: StepPlan) -> Captured:
@@ -174,7 +174,7 @@ class GraphStepper:
         if captured is None:
             captured = self._capture(tier, shared, plan.modes, self._adapters.captured(tier, variant))
         assert captured.adapters is not None
-        captured.adapters.fill(adapters_B)
+        self._counters.stack_copies += captured.adapters.fill(adapters_B)
         return captured
 
     def _prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray) -> list[SharedPrefix]:

@@ -109,8 +109,9 @@ class RoundStepper:
         """Enqueue the plan's rounds. Pages are reserved."""
         captured, tier = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
-        if captured.launches.adapters is not None:
-            captured.launches.adapters.prepare(np.array(plan.adapters))
+        adapters = captured.launches.adapters
+        if adapters is not None:
+            self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         captured.launches.share(plan.prefixes, plan.verify / plan.rows)
@@ -120,9 +121,9 @@ class RoundStepper:
             record_BF = captured.launches.record_BF[:rows]
             # A copy to the host is in order: the next round overwrites this one's record behind it.
             records.append(to_host(record_BF) if record_BF.is_cuda else record_BF.clone())
-        self._counters.graph_rows += rows * plan.rounds
-        self._counters.graph_padded_rows += tier * plan.rounds
-        self._counters.graph_eager_steps += 0 if captured.graphed else plan.rounds
+        stacked = adapters is not None and adapters.stack is not None
+        self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
+        self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
         return RoundResult(HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step), records)
 
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, int]:

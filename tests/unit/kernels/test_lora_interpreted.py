@@ -326,7 +326,11 @@ def test_policies_take_turns_behind_the_weights(t_full, tmp_path):
         engines[0].release_memory(["weights"])
         engines[0].resume_memory(["weights"])
         engines[0].check()
-    assert {variant.stacked for _, _, _, variant in engines[0]._loop._stepper._captured} == {1, 2}
+    # One adapter of rank 16 takes two places too: rows of products stay aligned.
+    assert {variant.stacked for _, _, _, variant in engines[0]._loop._stepper._captured} == {2}
+    counted = engines[0].counters
+    assert counted.adapter_steps == counted.stacked_steps > 5 and counted.stack_copies == 5
+    assert engines[0].gauges().adapters_resident == 2
 
 
 @pytest.mark.slow

@@ -21,9 +21,11 @@ def test_places_behind_weights_are_those_of_who_came_last():
     assert [stack.places_for(count, 16) for count in range(6)] == [0, 4, 4, 4, 4, 0]
     assert [stack.places_for(2, rank) for rank in (32, 64)] == [2, 0]
 
+    copied: list[int] = []
+
     def places(slots: set[int], most: int = 4, rank: int = 16) -> list[int]:
         """After a step of these, whose factors are where the table says."""
-        stack.ensure(slots, most, rank)
+        copied.append(stack.ensure(slots, most, rank))
         for site, weight in wide.items():
             for slot in slots:
                 first = sum(GEOMETRY.widths(site)) + int(stack.places_S[slot]) * rank
@@ -43,3 +45,4 @@ def test_places_behind_weights_are_those_of_who_came_last():
     releases[0] += 1
     assert places({1, 4, 5}) == [0, -1, -1, 1, 2]
     assert places({5}, most=2, rank=32) == [-1, -1, -1, -1, 0]
+    assert copied == [3, 1, 1, 1, 1, 3, 1]

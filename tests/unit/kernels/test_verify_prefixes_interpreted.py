@@ -128,4 +128,5 @@ def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode
     engine.check()
     plans = [round.launches._plan for round in engine._loop._rounds._stepper._captured.values()]
     assert any(plan.shared is not None and int(plan.shared.before.own_start_B.max()) == 16 for plan in plans)
+    assert 0 < engine.counters.shared_rounds <= engine.counters.device_rounds
     assert engine.draft_counters()["draft_verified"] > 3

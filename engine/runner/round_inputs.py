@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.runner.round_plan import message_size
+from engine.runner.round_plan import COLUMNS, message_size
 
 
 @dataclass(slots=True)
@@ -32,44 +32,49 @@ class RoundInputs:
     def rows(self) -> int:
         return self.page_tables_BP.shape[0]
 
-    def _part(self, place: int) -> torch.Tensor:
+    def _column(self, name: str) -> torch.Tensor:
+        place = COLUMNS.index(name)
         return self.message[place * self.rows : (place + 1) * self.rows]
 
     @property
     def slots_B(self) -> torch.Tensor:
-        return self._part(0)
+        return self._column("slots")
 
     @property
     def most_B(self) -> torch.Tensor:
-        return self._part(1)
+        return self._column("most")
 
     @property
     def least_B(self) -> torch.Tensor:
-        return self._part(2)
+        return self._column("least")
 
     @property
     def room_B(self) -> torch.Tensor:
-        return self._part(3)
+        return self._column("room")
 
     @property
     def order_B(self) -> torch.Tensor:
         """Rows by the slots of their adapters."""
-        return self._part(4)
+        return self._column("order")
 
     @property
     def adapters_B(self) -> torch.Tensor:
         """Those slots, in that order."""
-        return self._part(5)
+        return self._column("adapters")
+
+    @property
+    def _behind(self) -> torch.Tensor:
+        """What comes after the columns."""
+        return self.message[len(COLUMNS) * self.rows :]
 
     @property
     def budget_1(self) -> torch.Tensor:
-        return self.message[6 * self.rows : 6 * self.rows + 1]
+        return self._behind[:1]
 
     @property
     def survival_BG(self) -> torch.Tensor:
-        start = 6 * self.rows + 1
-        return self.message[start : start + self.rows * self.drafts].view(torch.float32).view(self.rows, -1)
+        return self._behind[1 : 1 + self.rows * self.drafts].view(torch.float32).view(self.rows, -1)
 
     @property
     def drafts_BG(self) -> torch.Tensor:
-        return self.message[6 * self.rows + 1 + self.rows * self.drafts :].view(self.rows, -1)
+        return self._behind[1 + self.rows * self.drafts :].view(self.rows, -1)

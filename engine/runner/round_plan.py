@@ -32,6 +32,10 @@ class RoundModes:
     mode: Mode
 
 
+COLUMNS = ("slots", "most", "least", "room", "order", "adapters")
+"""Of a message, each as long as its tier; then come the budget, survivals and drafts."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundPlan:
     """`rounds` rounds of the rows in `slots`, each verifying at most `budget` drafts over `verify` rows.
@@ -68,13 +72,13 @@ class RoundPlan:
         rows, drafts = self.survival_BG.shape
         message = np.zeros(message_size(tier, drafts), dtype=np.int32)
         message[:tier] = -1
-        for place, values in enumerate((self.slots, self.most, self.least, self.room)):
-            message[place * tier : place * tier + rows] = values
         adapters_B = np.full(tier, BASE, dtype=np.int32)
         adapters_B[: len(self.adapters)] = self.adapters
         order_B = np.argsort(adapters_B, kind="stable")
-        message[4 * tier : 5 * tier], message[5 * tier : 6 * tier] = order_B, adapters_B[order_B]
-        at = 6 * tier
+        columns = (self.slots, self.most, self.least, self.room, order_B, adapters_B[order_B])
+        for place, values in enumerate(columns):
+            message[place * tier : place * tier + len(values)] = values
+        at = len(COLUMNS) * tier
         message[at] = self.budget
         at += 1
         message[at : at + rows * drafts] = self.survival_BG.astype(np.float32).view(np.int32).ravel()
@@ -85,7 +89,7 @@ class RoundPlan:
 
 
 def message_size(tier: int, drafts: int) -> int:
-    return 6 * tier + 1 + 2 * tier * drafts
+    return len(COLUMNS) * tier + 1 + 2 * tier * drafts
 
 
 def tiers_of_rows(most: int) -> list[int]:

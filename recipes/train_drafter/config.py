@@ -86,6 +86,13 @@ class EvaluationConfig:
     calibrate_at: float = 1.0
     fit_samples: int = 2
 
+    def __post_init__(self) -> None:
+        for name, low in (("every", 1), ("max_new", 1), ("batch", 1), ("fit_samples", 0)):
+            if getattr(self, name) < low:
+                raise InvalidRequest(field=f"evaluation.{name}", expected=f"{low} or more", actual=getattr(self, name))
+        if not set(self.rules) <= set(get_args(Rule)):
+            raise InvalidRequest(field="evaluation.rules", expected=f"some of {get_args(Rule)}", actual=self.rules)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainDrafterConfig:

@@ -18,10 +18,10 @@ import torch
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.dspark.block_spec import BlockDrafterSpec
 from engine.errors import InvalidRequest
+from engine.memory.transfer import send_together
 from trainer_bridge.drafter.anchors import counted
 from trainer_bridge.drafter.features import FeatureExample
 from trainer_bridge.drafter.packed_attention import packed_attention
-from trainer_bridge.drafter.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def make_blocks(
         counted_AG,
         places_AG,
     )
-    positions, anchors, previous, labels, counts, places = send(numbers, device)
+    positions, anchors, previous, labels, counts, places = send_together(numbers, torch.device(device))
     features = [item.features_TMD[:context] for (item, _), context in zip(chosen, contexts, strict=True)]
     lasts = [item.last_TD for item, _ in chosen if item.last_TD is not None]
     states_AGD = None

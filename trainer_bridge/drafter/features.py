@@ -22,10 +22,10 @@ from engine.build import Parts
 from engine.config import number
 from engine.errors import InvalidRequest, TooLarge
 from engine.memory.allocator import PRIVATE
+from engine.memory.transfer import send_together
 from engine.scheduler.windows import refuse_windows
 from engine.weights.digest import model_digest
 from trainer_bridge.drafter.examples import DraftExample
-from trainer_bridge.drafter.transfer import send
 
 _ROW_KEYS = -1024
 """Row keys count down from here: requests of the engine count up, padding is -1."""
@@ -132,7 +132,9 @@ class FeatureScorer:
         spans = list(zip(rows, starts, counts, strict=True))
         ids = np.concatenate([examples[row].ids[start : start + count] for row, start, count in spans])
         positions = np.concatenate([np.arange(start, start + count) for _, start, count in spans])
-        rows_B, rows_T, ids_T, positions_T = send((np.array(rows), np.repeat(rows, counts), ids, positions), device)
+        rows_B, rows_T, ids_T, positions_T = send_together(
+            (np.array(rows), np.repeat(rows, counts), ids, positions), device
+        )
         return ForwardBatch(
             input_ids_T=ids_T,
             positions_T=positions_T,

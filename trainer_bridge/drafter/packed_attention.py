@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.dspark.block_model import Attend
+from engine.memory.transfer import send_together
 from engine.models.spec import ModelSpec
-from trainer_bridge.drafter.transfer import send
 
 _WASTE = 2.0
 """A group's examples differ at most by this in blocks and in context, so that padding costs less than launches."""
@@ -73,7 +73,7 @@ def packed_attention(
     places, heads = _lay_out(sizes, block), shape.num_heads // shape.num_kv_heads
     contexts, slots = np.array([size[1] for size in sizes]), np.array([size[0] for size in sizes]) * block
     numbers = _rows(places.context, contexts), _rows(places.keys, slots), _rows(places.queries, slots)
-    context_C, keys_T, queries_T = send(numbers, anchors_A.device)
+    context_C, keys_T, queries_T = send_together(numbers, anchors_A.device)
     num_keys, num_queries = places.groups[-1].keys.stop, places.groups[-1].queries.stop
     anchors_Q = anchors_A.new_zeros(num_queries).index_copy(0, queries_T, anchors_A.repeat_interleave(block))
     positions_W = positions_C.new_full((num_keys,), _NOWHERE).index_copy(0, context_C, positions_C)

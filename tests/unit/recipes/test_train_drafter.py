@@ -175,6 +175,7 @@ def test_states_beyond_the_limit_are_refused_before_they_are_made(settings, tmp_
         ('prompts.sources=["nothing"]', "prompts.sources"),
         ('prompts.sources=["sums"]', "prompts.sources"),
         ("features.max_gib=0.0", "features.max_gib"),
+        ("evaluation.every=0", "evaluation.every"),
         ("unknown=1", "unknown"),
     ],
 )

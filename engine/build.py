@@ -16,7 +16,7 @@ import torch
 
 from engine.adapters import Adapters
 from engine.attention.base import AttentionBackend
-from engine.attention.registry import make_attention
+from engine.attention.registry import KERNEL_BACKENDS, make_attention
 from engine.cache.component import Component
 from engine.cache.full import FullAttention
 from engine.cache.prefix_cache import PrefixCache
@@ -249,7 +249,7 @@ def _pages(spec: ModelSpec, config: EngineConfig, stores: Stores, window: int, r
 def _runner(model: DenseDecoderLM, pool: KVPool, backend: AttentionBackend, deterministic: bool) -> ModelRunner:
     if isinstance(pool, SplitLatents):
         return SplitRunner(model, pool, backend, deterministic)
-    if backend.name in ("triton", "flashinfer") and model.spec.uniform:
+    if backend.name in KERNEL_BACKENDS and model.spec.uniform:
         from engine.attention.triton import TritonAttention
 
         assert isinstance(backend, TritonAttention)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.attention.registry import KERNEL_BACKENDS
 from engine.build import Parts
 from engine.config import number
 from engine.memory.device_table import DeviceTable
@@ -81,7 +82,7 @@ def make_stepper(parts: Parts, table: DeviceTable, builder: BatchBuilder) -> Ste
 def layerwise_stepper(parts: Parts, table: DeviceTable, eager: EagerStepper) -> Stepper | None:
     """Captured steps of a model's own layers, where nothing in them waits for the host. Their products pad rows to
     tiers, which a deterministic engine's may not."""
-    if parts.config.deterministic or parts.runner.backend.name not in ("triton", "flashinfer"):
+    if parts.config.deterministic or parts.runner.backend.name not in KERNEL_BACKENDS:
         return None
     from engine.attention.mla_triton import TritonLatent
     from engine.attention.triton import TritonAttention

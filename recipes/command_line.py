@@ -17,6 +17,8 @@ import typer
 
 from engine.config import load_config
 from engine.errors import InvalidRequest, SparkrollError
+from recipes.grpo.config import ChatModel
+from rollout.model_catalog import check_model
 
 C = TypeVar("C")
 
@@ -26,6 +28,12 @@ def from_preset(kind: type[C], presets: Mapping[str, Callable[[], C]], name: str
     if name not in presets:
         raise InvalidRequest(field="preset", expected=f"one of {sorted(presets)}", actual=name)
     return load_config(kind, overrides=overrides, base=presets[name]())
+
+
+def check_named(model: object, field: str = "model.name") -> None:
+    """Refuse a model that is not there before anything that takes time; one that a recipe makes is there."""
+    if isinstance(model, ChatModel):
+        check_model(model.name, field=field)
 
 
 def quiet() -> None:

@@ -22,7 +22,9 @@ from engine.models.spec import ModelSpec
 from engine.user_cache import cache_folder
 
 LATENT_BACKENDS = ("triton", "torch_ref")
-BACKENDS = ("triton", "flashinfer", "torch", "torch_ref")
+KERNEL_BACKENDS = ("triton", "flashinfer")
+"""Those that compute decode rows by kernels of ours, so that steps can be captured."""
+BACKENDS = (*KERNEL_BACKENDS, "torch", "torch_ref")
 
 
 def resolve_attention(name: str, spec: ModelSpec, device: torch.device | str, setting: Setting | None = None) -> str:
@@ -62,7 +64,7 @@ def make_attention(
         return TritonLatent(spec, deterministic)
     if spec.latent is not None:
         return LatentReference(spec)
-    if name in ("triton", "flashinfer"):
+    if name in KERNEL_BACKENDS:
         from engine.attention.triton import TritonAttention  # needs triton, which CPU installations lack
 
         prefill = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from engine.attention.registry import KERNEL_BACKENDS
 from engine.config import EngineConfig
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.models.spec import ModelSpec
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def stacked_ranks(config: EngineConfig, spec: ModelSpec) -> int:
     """Ranks for each part of a product: none where steps are not made of the kernels that read them there, or add
     up in an order of their own. `config` is resolved but for sizes."""
-    fused = config.attention in ("triton", "flashinfer") and spec.uniform and not config.deterministic
+    fused = config.attention in KERNEL_BACKENDS and spec.uniform and not config.deterministic
     plain = not (spec.attention_bias or spec.mlp_bias)
     # On a CPU adapters are of 32 bits, whatever weights are of; float16 has other steps.
     same = config.dtype == "float32" or (config.dtype == "bfloat16" and config.device != "cpu")

@@ -11,9 +11,8 @@ import typer
 
 from engine.config import describe
 from engine.errors import InvalidRequest
-from recipes.command_line import from_preset, loading, quiet, refusals
-from recipes.grpo.config import PRESETS, ChatModel, GrpoConfig, RandomModel
-from rollout.model_catalog import check_model
+from recipes.command_line import check_named, from_preset, loading, quiet, refusals
+from recipes.grpo.config import PRESETS, GrpoConfig
 
 RECIPE = "recipe.json"
 
@@ -48,7 +47,7 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
             if show:
                 print("\n".join(describe(config)))
                 return
-            check_policy(config.model)
+            check_named(config.model)
             loading()
             # Imported late: help and refusals need neither torch nor Ray.
             from transformers.utils import logging as transformers_logging
@@ -79,12 +78,6 @@ def configuration(
     extra = [] if output is None else [f"output={json.dumps(str(output))}"]
     extra += [] if max_steps is None else [f"max_steps={max_steps}"]
     return from_preset(GrpoConfig, presets, preset, [*overrides, *extra])
-
-
-def check_policy(model: RandomModel | ChatModel, field: str = "model.name") -> None:
-    """Refuse a model that is not there before anything that takes time."""
-    if isinstance(model, ChatModel):
-        check_model(model.name, field=field)
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> tuple[str, list[str]]:

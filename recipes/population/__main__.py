@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from engine.config import describe
-from recipes.command_line import from_preset, loading, quiet, refusals
-from recipes.grpo.__main__ import check_policy
+from recipes.command_line import check_named, from_preset, loading, quiet, refusals
 from recipes.population.config import PRESETS, PopulationConfig
 
 
@@ -26,7 +25,7 @@ def main(
         if show:
             print("\n".join(describe(config)))
             return
-        check_policy(config.model)
+        check_named(config.model)
         loading()
         # Imported late: help and refusals need neither torch nor Ray.
         from transformers.utils import logging as transformers_logging

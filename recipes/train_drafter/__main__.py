@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from engine.config import describe
-from recipes.command_line import from_preset, loading, quiet, refusals
-from recipes.grpo.config import ChatModel
+from recipes.command_line import check_named, from_preset, loading, quiet, refusals
 from recipes.train_drafter.config import PRESETS, TrainDrafterConfig
-from rollout.model_catalog import check_model
 
 
 def main(
@@ -28,8 +26,7 @@ def main(
         if show:
             print("\n".join(describe(config)))
             return
-        if isinstance(config.target, ChatModel):
-            check_model(config.target.name, field="target.name")
+        check_named(config.target, "target.name")
         loading()
         # Imported late: help and refusals need no torch.
         from transformers.utils import logging as transformers_logging

@@ -32,5 +32,5 @@ class AdapterConfig:
 
 LIMITS = {"max_rank": BUCKETS[-1], "max_resident": 4096, "device_mib": 1 << 20, "host_mib": 1 << 22}
 """The most each setting may be; the least is 1."""
-MOST_STACKED = 1024
-"""Of `stacked_ranks`, which may be 0."""
+MOST_STACKED = 512
+"""Of `stacked_ranks`, which may be 0: eight adapters of the widest that ride along."""

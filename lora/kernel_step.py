@@ -25,6 +25,10 @@ from lora.stack import Stack
 FEW_BLOCK, SMALL_BLOCK, LARGE_BLOCK, MANY_ROWS = 4, 16, 64, 512
 """Rows of a tile where slots have few each, where they have more, and in steps of more rows than the last."""
 
+MAX_RANK = 64
+"""Of adapters whose products ride along with the model's: wider factors do not fit a program beside all else it
+holds."""
+
 MORE_TILES = 1.5
 """Times as many tiles that those of few rows may take."""
 
@@ -63,7 +67,7 @@ class Variant:
         return Variant._of(pool, slots, block, tiles)._stacked_in(stack, slots, rows)
 
     def _stacked_in(self, stack: Stack | None, slots: np.ndarray, rows: int) -> Variant:
-        if stack is None or rows > MANY_ROWS:
+        if stack is None or rows > MANY_ROWS or self.rank > MAX_RANK:
             return self
         adapters = len(np.setdiff1d(slots, [BASE]))
         return replace(self, stacked=stack.places_for(adapters, self.rank))

@@ -26,8 +26,6 @@ import triton.language as tl
 from lora.kernel_step import KernelStep
 from lora.segments import Tiles
 
-MAX_RANK = 64
-"""Of adapters whose factors fit a program beside all else it holds."""
 MIN_BLOCK = 16
 """Columns that a program takes at least."""
 TOGETHER = tl.constexpr(64)

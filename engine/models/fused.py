@@ -18,7 +18,6 @@ import torch
 from engine.errors import Unsupported
 from engine.kernels.adapted_gate import adapted_gate
 from engine.kernels.adapted_sum import Adapted
-from engine.kernels.adapted_tile import MAX_RANK
 from engine.kernels.early import is_early
 from engine.kernels.embedding_gather import embedding_gather
 from engine.kernels.embedding_norm import embedding_norm
@@ -35,7 +34,7 @@ from engine.layers.norm import RMSNorm
 from engine.memory.kv_pool import KVPool
 from engine.models.adapted import AdaptedLayers
 from engine.models.decoder import Attention, DecoderLayer, DenseDecoderLM
-from lora.kernel_step import MANY_ROWS, KernelStep
+from lora.kernel_step import MANY_ROWS, MAX_RANK, KernelStep
 
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 """(q_TNH, layer) -> out_TNH, with this step's keys and values already in the pool."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from lora.kernel_step import Variant
 from lora.packing import pack
 from lora.stack import Stack, StackRoom
 from tests.unit.lora.toy_geometry import all_linear, geometry, make_pool, weights
@@ -46,3 +48,10 @@ def test_places_behind_weights_are_those_of_who_came_last():
     assert places({1, 4, 5}) == [0, -1, -1, 1, 2]
     assert places({5}, most=2, rank=32) == [-1, -1, -1, -1, 0]
     assert copied == [3, 1, 1, 1, 1, 3, 1]
+
+
+def test_adapters_too_wide_to_ride_along_take_no_place():
+    adapters = make_pool(GEOMETRY, *(weights(all_linear(GEOMETRY, rank), GEOMETRY, rank) for rank in (64, 65)))
+    wide = {2: torch.zeros(sum(GEOMETRY.widths(2)) + 512, GEOMETRY.inputs(2))}
+    stack = Stack(adapters, StackRoom(wide, 512, lambda: 0))
+    assert [Variant.of(adapters, np.array([slot]), stack=stack).stacked for slot in (1, 2)] == [1, 0]

@@ -21,7 +21,7 @@ from engine.attention.decode_metadata import AttentionSize, DecodeMetadata, Work
 from engine.attention.triton import PREFIX_PROGRAMS
 from engine.attention.verify_prefixes import VerifyPrefixes
 from engine.batch import SharedPrefix
-from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.attention_config import decode_config, prefill_config, prefix_config, verify_prefix_config
 from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, TileConfig, decode_attention, decode_reference
 from engine.kernels.prefill_attention import Before, cut_tiles, prefill_attention, prefill_reference
@@ -310,7 +310,8 @@ def verify_case(table: Table, groups: int, samples: int, shared: int, own: int, 
     q = scene.queries(tokens)
     out = torch.empty(tokens, shape.num_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     expected = prefill_reference(q, scene.layers[0], scene.tables, scene.lengths, [each] * rows, shape)
-    config, above = prefill_config(shape.block_d, 2, shape.group, each), prefix_config(shape.block_d, 2, shape.group)
+    config = prefill_config(shape.block_d, 2, shape.group, each)
+    above = verify_prefix_config(shape.block_d, 2, shape.group)
     starts = torch.arange(0, tokens + 1, each, dtype=torch.int32, device="cuda")
     tiles = cut_tiles([each] * rows, scene.lengths, config.block_m // shape.group)
     lens, rows_X, queries_X = (

@@ -29,7 +29,7 @@ from engine.attention.verify_prefixes import VerifyPrefixes
 from engine.attention.window_metadata import window_buffers
 from engine.batch import ForwardBatch, SharedPrefix, WindowRows
 from engine.errors import Unsupported
-from engine.kernels.attention_config import decode_config, prefix_config
+from engine.kernels.attention_config import decode_config, prefix_config, verify_prefix_config
 from engine.kernels.attention_tile import ceil_div
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.prefill_attention import prefill_attention
@@ -223,7 +223,7 @@ class TritonAttention:
     def _verify_prefixes(self, starts_B1: torch.Tensor, ends_R: torch.Tensor, kv_pool: KVPool) -> VerifyPrefixes:
         if self._workspace is None:
             self._workspace = Workspace(kv_pool.device)
-        tiles = prefix_config(self._block_d, kv_pool.dtype.itemsize, self._group)
+        tiles = verify_prefix_config(self._block_d, kv_pool.dtype.itemsize, self._group)
         return VerifyPrefixes.empty(self.size(kv_pool), tiles, self._workspace, starts_B1, ends_R)
 
     def run_prefill(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kernels.attention_config import decode_config, prefill_config, prefix_config
+from engine.kernels.attention_config import decode_config, prefill_config, prefix_config, verify_prefix_config
 from engine.kernels.block_rows import pack_blocks
 from engine.kernels.decode_attention import LayerShape, States, decode_attention
 from engine.kernels.decode_pieces import cut_pieces
@@ -219,7 +219,7 @@ def prefill_rows(capability: int, shape: LayerShape | None = None, dtype: torch.
     rows = (tables, numbers, numbers, numbers, numbers, torch.zeros_like(q))
     arrived = torch.zeros(4, shape.num_kv_heads, dtype=torch.int32)
     before, pieces = None, torch.zeros(4, 8, dtype=torch.int32)
-    prefix_tiles = prefix_config(shape.block_d, dtype.itemsize, shape.group)
+    prefix_tiles = verify_prefix_config(shape.block_d, dtype.itemsize, shape.group)
     list_pieces(numbers, pieces, pieces, numbers, prefix_tiles.block_m // shape.group)
     if capability >= 90:
         before = Before(numbers, numbers, States.empty((2, 2), shape.num_heads, shape.head_dim, "cpu"))

@@ -24,6 +24,7 @@ from engine.types import (
     SampleDelta,
     SampleOutput,
     Span,
+    Want,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Sample:
             start=start,
             ids=_ids(self.ids[start:end]),
             spans=clip_spans(self.spans, start, end),
-            **_columns(self.columns, lo, hi),
+            **_columns(self.columns, self.row.want, lo, hi),
         )
 
     def output(self, definition: LogprobDefinition) -> SampleOutput:
@@ -197,7 +198,7 @@ class Sample:
             retractions=self.retractions,
             cached_tokens=self.cached_tokens or 0,
             draft_use=self.draft_use if self.draft_use.steps else None,
-            **_columns(self.columns, 0, len(self.ids) - self.resumed),
+            **_columns(self.columns, self.row.want, 0, len(self.ids) - self.resumed),
         )
 
 
@@ -268,14 +269,16 @@ def _floats(values: list) -> np.ndarray:
     return np.asarray(values, dtype=np.float32)
 
 
-def _columns(columns: Columns, lo: int, hi: int) -> dict:
+def _columns(columns: Columns, want: Want, lo: int, hi: int) -> dict:
+    """Every column that is wanted, of tokens [lo, hi); of no tokens too, so that pieces of a sample can be joined."""
     out: dict = {
         "logprobs": _floats(columns.logprobs[lo:hi]),
-        "extra_logprobs": {name: _floats(values[lo:hi]) for name, values in columns.extra.items()},
+        "extra_logprobs": {name: _floats(columns.extra.get(name, [])[lo:hi]) for name in want.extra_logprobs},
     }
-    if columns.top_ids:
-        out["top_ids"] = np.asarray(columns.top_ids[lo:hi], dtype=np.uint32)
-        out["top_logprobs"] = _floats(columns.top_logprobs[lo:hi])
-    if columns.entropy:
+    if want.top_logprobs:
+        nothing = np.empty((0, want.top_logprobs))
+        out["top_ids"] = np.asarray(columns.top_ids[lo:hi] or nothing, dtype=np.uint32)
+        out["top_logprobs"] = np.asarray(columns.top_logprobs[lo:hi] or nothing, dtype=np.float32)
+    if want.entropy:
         out["entropy"] = _floats(columns.entropy[lo:hi])
     return out

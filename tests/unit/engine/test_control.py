@@ -29,7 +29,8 @@ def test_case_g3_abort_returns_what_there_is(t_full):
     while engine.counters.retractions == 0:
         engine.step()
     late = Sink()
-    engine.add_group(ask("late", prompt(5)), late)
+    wanted = Want(entropy=True, top_logprobs=2, extra_logprobs=["raw"])
+    engine.add_group(ask("late", prompt(5), want=wanted), late)
     outcomes = engine.abort()
     assert {outcome.outcome for outcome in outcomes} == {"aborted"} and len(outcomes) == 7
     for sink in [*sinks, late]:
@@ -38,6 +39,10 @@ def test_case_g3_abort_returns_what_there_is(t_full):
         assert_whole(sample)
     retracted = [s.group.samples[0] for s in sinks if s.group.samples[0].retractions]
     assert retracted and all(len(sample.ids) > 0 for sample in retracted)
+    # Who has no token has all columns all the same: a fleet joins them to those of other engines.
+    (sample,) = late.group.samples
+    assert not len(sample.ids) and sample.top_ids.shape == sample.top_logprobs.shape == (0, 2)
+    assert sample.entropy.shape == sample.extra_logprobs["raw"].shape == (0,)
     assert late.group.samples[0].ids.tolist() == []
     assert engine.gauges().pages_private == 0
     assert engine.abort(["late", "never"])[0].outcome == "unknown"

@@ -12,6 +12,8 @@ PYTEST := .venv/bin/python -m pytest
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 QUICK := -m "not slow and not gpu"
 export OMP_NUM_THREADS ?= 1
+# Where compiled modules may not be kept, every process compiles what it imports: 20 s each for peft.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all lint clean
 

@@ -101,8 +101,8 @@ def gdn_scan_kernel(
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row's chunks one after the other, for some value columns of a head: at most 32, which lie along the rows of
-    every product here. With tokens along the rows, values of 32 columns were the second operand of a product by
-    wgmma, whose steps beyond the first 16 tokens read elsewhere (Triton 3.6 on an H200)."""
+    every product here. With tokens along the rows, where products become wgmma, outputs were wrong from a
+    chunk's 17th token on, though interpreted they were right (Triton 3.6 on an H200)."""
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE
     row, head = tl.program_id(0), tl.program_id(1)

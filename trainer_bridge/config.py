@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.errors import InvalidRequest
 
@@ -30,11 +30,13 @@ class LossConfig:
     kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(LossKind):
+            raise InvalidRequest(field="loss.kind", expected=f"one of {get_args(LossKind)}", actual=self.kind)
         for name, low, high in (("clip_low", 0.0, 1.0), ("clip_high", 0.0, math.inf), ("kl_coef", 0.0, math.inf)):
             if not low <= getattr(self, name) <= high:
-                raise InvalidRequest(field=name, expected=f"{low} to {high}", actual=getattr(self, name))
-        if self.is_cap is not None and self.is_cap <= 0:
-            raise InvalidRequest(field="is_cap", expected="more than 0, or none", actual=self.is_cap)
+                raise InvalidRequest(field=f"loss.{name}", expected=f"{low} to {high}", actual=getattr(self, name))
+        if self.is_cap is not None and not self.is_cap > 0:
+            raise InvalidRequest(field="loss.is_cap", expected="more than 0, or none", actual=self.is_cap)
 
     @property
     def divides_by_std(self) -> bool:
@@ -62,12 +64,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for name in ("updates", "max_tokens"):
             if getattr(self, name) < 1:
-                raise InvalidRequest(field=name, expected="at least 1", actual=getattr(self, name))
-        if self.learning_rate < 0:
-            raise InvalidRequest(field="learning_rate", expected="0 or more", actual=self.learning_rate)
+                raise InvalidRequest(field=f"optim.{name}", expected="at least 1", actual=getattr(self, name))
+        if not 0 <= self.learning_rate < math.inf:
+            raise InvalidRequest(field="optim.learning_rate", expected="0 or more", actual=self.learning_rate)
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InvalidRequest(
-                field="decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps
+                field="optim.decay_steps", expected=f"more than {self.warmup_steps}", actual=self.decay_steps
             )
 
     def rate(self, done: int) -> float:

@@ -8,11 +8,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.errors import InvalidRequest
 
 Trained = Literal["all", "confidence"]
+Family = Literal["Qwen3DSparkModel", "LlamaDSparkModel"]
+MarkovHead = Literal["vanilla", "gated", "rnn"]
+
+_LIMITS = {
+    "layers": (1, 10_000),
+    "block": (1, 64),
+    "captured": (1, 10_000),
+    "markov_rank": (0, 65_536),
+    "intermediate": (1, None),
+    "num_heads": (1, None),
+    "num_kv_heads": (1, None),
+    "head_dim": (2, None),
+    "context": (1, None),
+}
+_OF_THE_TARGET = ("intermediate", "num_heads", "num_kv_heads", "head_dim", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +36,7 @@ class DrafterShape:
     target layers, evenly spaced where `target_layers` does not name them. `markov_rank` 0 makes a
     drafter without a sequential head (DFlash). `context` bounds the positions it drafts at."""
 
-    family: str = "Qwen3DSparkModel"
+    family: Family = "Qwen3DSparkModel"
     layers: int = 2
     block: int = 7
     captured: int = 5
@@ -32,10 +47,34 @@ class DrafterShape:
     head_dim: int | None = None
     context: int | None = None
     markov_rank: int = 256
-    markov_head: str = "vanilla"
+    markov_head: MarkovHead = "vanilla"
     confidence: bool = True
     confidence_reads_markov: bool = True
     draft_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("family", get_args(Family)), ("markov_head", get_args(MarkovHead))):
+            if getattr(self, name) not in kinds:
+                raise InvalidRequest(field=f"shape.{name}", expected=f"one of {kinds}", actual=getattr(self, name))
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is None and name in _OF_THE_TARGET:
+                continue
+            if type(value) is not int or value < low or (high is not None and value > high):
+                expected = f"an integer of at least {low}" if high is None else f"an integer, {low} to {high}"
+                raise InvalidRequest(field=f"shape.{name}", expected=expected, actual=value)
+        if self.head_dim is not None and self.head_dim % 2:
+            raise InvalidRequest(field="shape.head_dim", expected="an even number", actual=self.head_dim)
+        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise InvalidRequest(
+                field="shape.num_kv_heads", expected=f"a divisor of {self.num_heads} heads", actual=self.num_kv_heads
+            )
+        if len(set(self.target_layers)) != len(self.target_layers) or min(self.target_layers, default=0) < 0:
+            raise InvalidRequest(
+                field="shape.target_layers", expected="distinct layers from 0", actual=self.target_layers
+            )
+        if list(self.draft_ids) != sorted(set(self.draft_ids)) or min(self.draft_ids, default=0) < 0:
+            raise InvalidRequest(field="shape.draft_ids", expected="ascending ids", actual=self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True)

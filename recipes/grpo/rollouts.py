@@ -141,6 +141,9 @@ def _collect(result: Rollout, members: Sequence[Played]) -> None:
     tally = result.tally
     tally.add("response/aborted_ratio", len(members) - len(samples), len(members))
     tally.add("critic/rewards/mean", sum(sample.reward for sample in samples), len(samples))
+    # A mean over what was sampled estimates it without the logits.
+    surprise = -sum(float(sample.rollout_logprobs.sum()) for sample in samples)
+    tally.add("rollout/entropy", surprise, sum(sample.num_trained for sample in samples))
     tally.add("frac_reward_zero_std", float(len({sample.reward for sample in samples}) <= 1), 1)
     tally.add("rollout/turns", len(outputs), len(members))
     tally.add("response_length/mean", sum(lengths), len(members))

@@ -100,6 +100,7 @@ def _ends(curve: Curve, edge: int) -> tuple[float, float]:
 def draw(runs: dict[str, Curves], image: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(13, 7))
     FigureCanvasAgg(figure)
@@ -132,6 +133,7 @@ def draw(runs: dict[str, Curves], image: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(horizontal, fontsize=8)
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     for axes in (rewards, times, ratios, drafting, entropy):

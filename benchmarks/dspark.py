@@ -1,6 +1,6 @@
 """Speculation against none and against fixed windows, over concurrency.
 
-    python -m benchmarks.dspark --model smollm2-135m --drafter FOLDER [--json FILE]   # a real drafter
+    python -m benchmarks.dspark --model smollm2-135m --drafter DRAFTER [--json FILE]  # a real drafter
     python -m benchmarks.dspark --shape qwen3-8b [--json FILE]                          # simulated acceptance
     python -m benchmarks.dspark --simulate [--json FILE]                                # the planner alone
 
@@ -155,10 +155,11 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
     """A real target with its drafter, over prompts of the recipes' sets or of files."""
     from recipes.conversations import read_conversations
     from recipes.prompt_sets import SETS, prompt_set
+    from rollout.drafter_catalog import resolve_drafter
     from rollout.model_catalog import resolve_model
     from rollout.text.codec import TextCodec
 
-    model = resolve_model(args.model)
+    model, drafter = resolve_model(args.model), resolve_drafter(args.drafter)
     codec, new = TextCodec(model), args.new or 256
     most = -(-max(max(args.concurrency) * args.rounds, len(args.domains)) // len(args.domains))
 
@@ -174,7 +175,7 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
         ]
 
     def make(side: str) -> Engine:
-        config = _config(args, _dspark(args, side, lambda window: shortened(args.drafter, window, folder)), 512 + new)
+        config = _config(args, _dspark(args, side, lambda window: shortened(drafter, window, folder)), 512 + new)
         return Engine.from_pretrained(model, config)
 
     return Sweep(
@@ -203,7 +204,7 @@ def shortened(drafter: str, window: int | None, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a preset or a Hugging Face folder")
-    parser.add_argument("--drafter", default="ngram", help="ngram, or a drafter's folder")
+    parser.add_argument("--drafter", default="ngram", help="ngram, or a drafter's folder or name")
     parser.add_argument("--shape", help="made weights of this shape instead of a model")
     parser.add_argument("--layers", type=int, help="of the shape: fewer, to try things out")
     parser.add_argument(

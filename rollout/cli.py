@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.errors import InvalidRequest, SparkrollError
+from rollout.drafter_catalog import check_drafter, drafter_states, with_drafter
+from rollout.drafter_commands import app as drafter_commands
 from rollout.inspection import app as inspection
 from rollout.model_catalog import PRESETS, check_model, preset_states
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(inspection, name="inspect")
+app.add_typer(drafter_commands, name="drafter")
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -69,7 +72,8 @@ def serve(
     max_adapters: Annotated[int | None, typer.Option(help="Most LoRA policies on a device at once.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Highest rank a LoRA policy may have.")] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="A drafter's folder, or 'ngram' for drafts from a request's own past.")
+        str | None,
+        typer.Option(help="A drafter's folder or name (`sparkroll models`), or 'ngram': drafts from a request's past."),
     ] = None,
     update_root: Annotated[
         Path | None, typer.Option(help="Folder that updates and LoRA policies may be read from on request.")
@@ -93,6 +97,8 @@ def serve(
     with _refusals():
         resolved = _with_adapters(load_config(ServeConfig, config, overrides), adapter or [])
         check_model(resolved.model, resolved.catalog)
+        if resolved.fleet.ray_address is None:
+            check_drafter(resolved.engine.dspark.drafter, resolved.catalog, "engine.dspark.drafter")
         for line in describe(resolved):
             err.print(f"[dim]{line}[/]", soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
@@ -193,7 +199,8 @@ async def _service(url: str, key: str | None, model: str | None, config: Path | 
     check_model(resolved.model, resolved.catalog)
     with err.status(f"loading {model}"):
         folder = resolve_model(resolved.model, resolved.catalog)
-        host = EngineHost(lambda: Engine.from_pretrained(folder, resolved.engine), text=TextFront.for_folder(folder))
+        engine = with_drafter(resolved.engine, folder, resolved.catalog)
+        host = EngineHost(lambda: Engine.from_pretrained(folder, engine), text=TextFront.for_folder(folder))
         await host.start()
     try:
         yield host.capabilities, lambda **options: host.generate(generate_call(**options))
@@ -211,10 +218,12 @@ def _print_sample(sample: Any, n: int) -> None:
 
 @app.command()
 def models() -> None:
-    """List the models that have names, and what a model's folder may hold."""
+    """List the models and drafters that have names, and what a model's folder may hold."""
     table = Table("name", "what it is", "state", box=None, pad_edge=False)
     for name, state in preset_states().items():
         table.add_row(name, PRESETS[name].about, state)
+    for name, (about, state) in drafter_states().items():
+        table.add_row(name, about, state)
     out.print(table)
     from engine.models.spec import FAMILIES
 

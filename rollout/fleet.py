@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.dspark.config import check_drafter
 from engine.errors import Corrupt, DeadlineExceeded, Draining, InvalidRequest, SparkrollError
 from engine.types import PauseMode, UpdateBegin
 from rollout.actors.launch import Launcher, ensure_ray
 from rollout.actors.remote import ActorService, SharedPut
 from rollout.adapter_source import read_adapter
 from rollout.config import ServeConfig
+from rollout.drafter_catalog import with_drafter
 from rollout.model_catalog import resolve_model
 from rollout.router import Router
 from rollout.routing.adapter_store import AdapterStore
@@ -92,9 +92,7 @@ class Fleet:
         await _to_the_end(self.stop())
 
     def _check_folders(self) -> None:
-        """Refuse what is not there before anything is started; a cluster's drafter may lie where its engines are."""
-        if self.config.fleet.ray_address is None:
-            check_drafter(self.config.engine.dspark.drafter, "engine.dspark.drafter")
+        """Refuse what is not there before anything is started."""
         for name, folder in self.config.adapters.items():
             if not Path(folder, "adapter_config.json").is_file():
                 expected = "a folder that peft saved, with an adapter_config.json"
@@ -106,9 +104,13 @@ class Fleet:
             self._say(f"finding model {self.config.model}")
             folder = await asyncio.to_thread(resolve_model, self.config.model, self.config.catalog)
             self._check_folders()
+            elsewhere = self.config.fleet.ray_address is not None
+            engine = await asyncio.to_thread(
+                with_drafter, self.config.engine, folder, self.config.catalog, elsewhere=elsewhere
+            )
             self._say("starting Ray")
             self._owns_ray = await asyncio.to_thread(ensure_ray, self.config.fleet.ray_address)
-            self._launcher = await asyncio.to_thread(Launcher, self.config, folder)
+            self._launcher = await asyncio.to_thread(Launcher, replace(self.config, engine=engine), folder)
             self._say(f"loading {folder.name} in {len(self._places)} engine(s)")
             ends = await asyncio.gather(*(self._bring_up(place) for place in self._places), return_exceptions=True)
             for end in ends:

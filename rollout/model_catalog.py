@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engine.errors import InvalidRequest, NotFound
-from engine.user_cache import cache_folder
+from engine.user_cache import build_folder, cache_folder, is_built
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogConfig:
-    """`cache_dir` holds converted presets; None is `sparkroll` under the user's cache directory."""
+    """`cache_dir` holds converted presets and expanded drafters; None is `sparkroll` under the user's cache
+    directory. `drafters` is a folder of packed drafters, by name; None is what the package brings."""
 
     cache_dir: Path | None = None
+    drafters: Path | None = None
 
     def folder(self) -> Path:
         return cache_folder() if self.cache_dir is None else Path(self.cache_dir)
@@ -111,29 +112,15 @@ def _target(name: str, preset: Preset, config: CatalogConfig) -> Path:
 
 
 def _is_cached(name: str, preset: Preset, config: CatalogConfig) -> bool:
-    return (_target(name, preset, config) / "config.json").is_file()
+    return is_built(_target(name, preset, config))
 
 
 def _cached(name: str, preset: Preset, config: CatalogConfig) -> Path:
     target = _target(name, preset, config)
-    if _is_cached(name, preset, config):
+    if is_built(target):
         return target
     files = _packaged_files(name, preset)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Built aside and renamed, so that a folder which exists is whole.
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        _convert(name, files, preset.sha256, partial)
-        partial.chmod(0o755)
-        try:
-            partial.rename(target)
-        except OSError:
-            # Another process finished the same conversion first.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target
+    return build_folder(target, lambda partial: _convert(name, files, preset.sha256, partial))
 
 
 def _convert(name: str, files: list[Path], sha256: str | None, folder: Path) -> None:

@@ -73,6 +73,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def drafter_spec_from_config(config: dict[str, Any]) -> BlockDrafterSpec:
     """Raises `Unsupported` or `InvalidRequest`, naming the field."""
+    if "packing" in config:
+        expected = "an expanded drafter (`sparkroll drafter expand`)"
+        raise Unsupported(field="packing", expected=expected, actual=config["packing"])
     named = config.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in FAMILIES:
         raise Unsupported(field="architectures", expected=f"one of {sorted(FAMILIES)}", actual=named)

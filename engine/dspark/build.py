@@ -6,16 +6,18 @@ are sized, and given its pool afterwards. Ignores how a drafter is used (`engine
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.attention.registry import make_attention
 from engine.dspark.block_drafter import BlockDrafter
 from engine.dspark.block_model import BlockDrafterModel, shared_ends
-from engine.dspark.block_spec import check_fits, read_drafter_spec
+from engine.dspark.block_spec import check_fits, drafter_spec_from_config, read_config
 from engine.dspark.config import NGRAM, NGRAM_DRAFTS, DSparkConfig, check_drafter
 from engine.dspark.drafter import Drafter
 from engine.dspark.ngram import NgramDrafter
@@ -25,7 +27,10 @@ from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DenseDecoderLM
 from engine.models.spec import ModelSpec
 from engine.weights.arena import WeightArena
+from engine.weights.digest import model_digest
 from engine.weights.loader import load_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -53,8 +58,10 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
         return LoadedDrafter(lambda pool: NgramDrafter(drafts))
     folder = Path(config.drafter)
     check_drafter(config.drafter)
-    spec = read_drafter_spec(folder)
+    stored = read_config(folder)
+    spec = drafter_spec_from_config(stored)
     check_fits(spec, target.spec)
+    _compare_digests(stored, target)
     arena = WeightArena(lambda device: BlockDrafterModel(spec, target.dtype, device), device, "drafter")
     load_weights(arena.model, folder, module="drafter")
     # The last layer's output, normed, is what the target's head reads.
@@ -68,3 +75,17 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
         return BlockDrafter(arena.model, shared_ends(target), pool, backend, states)
 
     return LoadedDrafter(make, arena, with_states(spec.backbone, hidden, len(kept)))
+
+
+def _compare_digests(stored: dict[str, Any], target: DenseDecoderLM) -> None:
+    """Say where a drafter was made for other weights: an RL run means to, and what is sampled stays right. Digests
+    of one dtype alone can be compared."""
+    made_for = stored.get("target_digest")
+    dtype = stored.get("target_dtype", stored.get("torch_dtype"))
+    if not made_for or dtype != str(target.dtype).removeprefix("torch."):
+        return
+    digest = model_digest(target)
+    if digest != made_for:
+        logger.warning(
+            "drafter target_digest: made for weights %.12s, these are %.12s: fewer drafts may be kept", made_for, digest
+        )

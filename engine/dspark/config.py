@@ -35,12 +35,12 @@ class DSparkConfig:
     `drafts` bounds a request's drafts a round (None: all that the drafter makes), `least` is verified
     whenever a step drafts at all. Drafting is off above `max_rows` requests and for requests longer
     than `max_context` tokens; while it does not pay it is tried again every `probe_every` steps.
-    `calibration` holds temperatures of confidences, refitted every `recalibrate_every` steps (0:
-    never). Step times are measured at the start for `sweep_seconds` at most and refined by every step;
-    `cost` is the file that they are kept in and read from, which must be of such an engine (None: a
-    GPU's under the user's cache folder, a CPU's nowhere). `keep_states` keeps what the drafter reads of the
-    target, and what the target's head reads, for every cached token: a trainer in this process learns
-    from it (`Engine.drafting`).
+    `calibration` holds temperatures of confidences (None: `sts-RULE.json` of the drafter's folder, where
+    there is one), refitted every `recalibrate_every` steps (0: never). Step times are measured at the start
+    for `sweep_seconds` at most and refined by every step; `cost` is the file that they are kept in and read
+    from, which must be of such an engine (None: a GPU's under the user's cache folder, a CPU's nowhere).
+    `keep_states` keeps what the drafter reads of the target, and what the target's head reads, for every
+    cached token: a trainer in this process learns from it (`Engine.drafting`).
     """
 
     drafter: str = "none"

@@ -50,7 +50,7 @@ def convert_drafter(source: Path, destination: Path, target: ModelSpec) -> Block
     Raises `Unsupported` or `InvalidRequest`, naming field or tensor, and writes nothing then.
     """
     config = read_config(source)
-    tensors = _read_tensors(source)
+    tensors = read_tensors(source)
     layout = layout_of(config)
     if layout != "deepspec":
         build: Callable[..., dict[str, Any]] = {"speculators": _from_speculators, "specforge": _from_specforge}[layout]
@@ -60,7 +60,7 @@ def convert_drafter(source: Path, destination: Path, target: ModelSpec) -> Block
     _widen_vocabulary(tensors, spec)
     if spec.confidence and "confidence_head.proj.bias" not in tensors:
         tensors["confidence_head.proj.bias"] = torch.zeros(1)
-    _check_names(tensors, spec)
+    check_names(tensors, spec)
     destination.mkdir(parents=True, exist_ok=False)
     save_file(tensors, destination / "model.safetensors")
     (destination / "config.json").write_text(json.dumps(config, indent=1))
@@ -154,7 +154,8 @@ def _widen_vocabulary(tensors: dict[str, torch.Tensor], spec: BlockDrafterSpec) 
         tensors[name][list(spec.draft_ids)] = narrow
 
 
-def _check_names(tensors: dict[str, torch.Tensor], spec: BlockDrafterSpec) -> None:
+def check_names(tensors: dict[str, torch.Tensor], spec: BlockDrafterSpec) -> None:
+    """Drop copies of the target's ends; raise `InvalidRequest` unless what is left is all of a drafter's tensors."""
     for name in SHARED_WITH_TARGET:
         tensors.pop(name, None)
     expected = block_weight_map(spec).placements
@@ -171,7 +172,8 @@ def _check_names(tensors: dict[str, torch.Tensor], spec: BlockDrafterSpec) -> No
             raise InvalidRequest(field=name, expected=f"shape {placement.shape}", actual=tuple(tensors[name].shape))
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder's tensors by name, on the CPU. Raises `InvalidRequest` naming file or tensor."""
     tensors = {}
     with WeightFolder(folder) as weights:
         for spec, data in weights:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.dspark.config import Rule
+from engine.dspark.config import NGRAM, DSparkConfig, Rule
 from engine.dspark.reliability import expected_calibration_error
 from engine.errors import InvalidRequest
 
@@ -50,6 +50,20 @@ class StoredScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     policy_version: int = 0
     rule: Rule = "rejection"
     sampling_temperature: float = 1.0
+
+
+def scaling_file(rule: Rule) -> str:
+    """The name under which a drafter's folder keeps its temperatures for a rule."""
+    return f"sts-{rule}.json"
+
+
+def stored_scaling(config: DSparkConfig) -> Path | None:
+    """The temperatures an engine starts with: those it is given, or those that its drafter's folder keeps for the
+    rule in use."""
+    if config.calibration is not None or config.drafter in ("none", NGRAM):
+        return config.calibration
+    kept = Path(config.drafter) / scaling_file(config.rule)
+    return kept if kept.is_file() else None
 
 
 def survival_labels(chances: Sequence[Sequence[float]], verified: Sequence[int], drafts: int) -> np.ndarray:

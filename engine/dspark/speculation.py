@@ -32,7 +32,7 @@ from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
-from engine.dspark.scaling import SurvivalScaling
+from engine.dspark.scaling import SurvivalScaling, stored_scaling
 from engine.dspark.survival import LaggedSurvivals
 from engine.memory.transfer import send
 from engine.request import Sample
@@ -57,8 +57,8 @@ class Speculation:
         self.drafter = drafter
         self.max_drafts = number_of_drafts(config, drafter.traits)
         self.scaling = SurvivalScaling(drafter.traits.max_drafts, device)
-        if config.calibration is not None:
-            self.scaling.load(config.calibration, config.rule)
+        if (stored := stored_scaling(config)) is not None:
+            self.scaling.load(stored, config.rule)
         self.cost = cost
         self.record = Record(config, drafter.traits, cost, self.scaling)
         self.faulty: str | None = None

@@ -13,6 +13,7 @@ from engine.config import describe
 from engine.errors import InvalidRequest
 from recipes.command_line import check_named, from_preset, loading, quiet, refusals
 from recipes.grpo.config import PRESETS, GrpoConfig
+from rollout.drafter_catalog import check_drafter
 
 RECIPE = "recipe.json"
 
@@ -26,7 +27,9 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
     def main(
         preset: Annotated[str, typer.Option(help="Name of a preset.")] = default,
         settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
-        drafter: Annotated[str | None, typer.Option(help="A drafter's folder, or ngram: rollouts speculate.")] = None,
+        drafter: Annotated[
+            str | None, typer.Option(help="A drafter's folder or name, or ngram: rollouts speculate.")
+        ] = None,
         online_drafter: Annotated[
             bool, typer.Option("--online-drafter", help="Train the drafter (a new one, unless given) from rollouts.")
         ] = False,
@@ -48,6 +51,7 @@ def command(presets: Presets, default: str, summary: str) -> Callable[..., None]
                 print("\n".join(describe(config)))
                 return
             check_named(config.model)
+            check_drafter(config.rollout.engine.dspark.drafter, field="rollout.engine.dspark.drafter")
             loading()
             # Imported late: help and refusals need neither torch nor Ray.
             from transformers.utils import logging as transformers_logging

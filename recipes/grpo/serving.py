@@ -18,6 +18,7 @@ import torch
 from engine.dspark.report import DraftReport
 from engine.types import GroupOutput, GroupRequest
 from recipes.grpo.config import RolloutConfig
+from rollout.drafter_catalog import with_drafter
 from trainer_bridge.control import AdapterControl, UpdateControl
 from trainer_bridge.transports.base import Transport
 from trainer_bridge.transports.body import BodyTransport
@@ -144,7 +145,8 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device, say: Call
         from engine.build import load_parts
         from engine.engine import Engine
 
-        parts = load_parts(folder, replace(config.engine, device=str(device)))
+        engine = with_drafter(config.engine, folder)
+        parts = load_parts(folder, replace(engine, device=str(device)))
         yield ColocatedServing(Engine(parts), parts, config.release)
         return
     from rollout.client import Client

@@ -12,7 +12,7 @@ import msgspec
 from engine.build import load_parts
 from engine.config import describe
 from engine.dspark.block_spec import check_fits
-from engine.dspark.scaling import SurvivalScaling
+from engine.dspark.scaling import SurvivalScaling, scaling_file
 from engine.errors import InvalidRequest
 from engine.models.spec import DTYPES
 from engine.weights.digest import model_digest
@@ -23,7 +23,7 @@ from recipes.train_drafter.config import CalibrateConfig
 from recipes.train_drafter.judge import judge
 from recipes.train_drafter.prompts import make_prompts
 from recipes.train_drafter.target import find_target
-from trainer_bridge.drafter.export import load_drafter, require_target, scaling_file
+from trainer_bridge.drafter.export import load_drafter, require_target
 
 
 def calibrate_drafter(folder: Path, config: CalibrateConfig, display: Display) -> dict:

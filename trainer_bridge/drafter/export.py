@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from engine.dspark.block_model import BlockDrafterModel
 from engine.dspark.block_spec import drafter_spec_from_config, read_config
-from engine.dspark.scaling import Rule, StoredScaling, SurvivalScaling
+from engine.dspark.scaling import StoredScaling, SurvivalScaling, scaling_file
 from engine.errors import InternalError, InvalidRequest
 from engine.weights.loader import load_weights
 from trainer_bridge.checkpoint import numbered, partial_folder, put_in_place
@@ -38,10 +38,6 @@ class DrafterCard:
     data: Sequence[str]
     notes: Sequence[str]
     evaluations: Sequence[EvaluationReport] = ()
-
-
-def scaling_file(rule: Rule) -> str:
-    return f"sts-{rule}.json"
 
 
 def published_tensors(model: BlockDrafterModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -69,6 +65,7 @@ def export_drafter(
     partial = partial_folder(folder)
     save_file(tensors, partial / "model.safetensors")
     stored = config | {"torch_dtype": str(dtype).removeprefix("torch."), "target_digest": card.target_digest}
+    stored.pop("target_dtype", None)  # of the digest that a packed drafter came with
     (partial / "config.json").write_text(json.dumps(stored, indent=1))
     for scaling in scalings:
         SurvivalScaling(model.spec.num_drafts).save(partial / scaling_file(scaling.rule), scaling)

@@ -32,7 +32,7 @@ from trainer_bridge.drafter.evaluation import (
     report_of_statistics,
 )
 from trainer_bridge.drafter.examples import DraftExample
-from trainer_bridge.drafter.export import DrafterCard, export_drafter, scaling_file
+from trainer_bridge.drafter.export import DrafterCard, export_drafter
 from trainer_bridge.drafter.initial import drafter_config
 from trainer_bridge.drafter.objective import DraftSums, draft_loss
 from trainer_bridge.drafter.rounds import FullWindowRounds, RoundLog
@@ -168,7 +168,7 @@ def test_an_engine_serves_the_export_and_counts_what_rounds_count(world, trained
     folder = export_drafter(tmp_path / "drafter", trained, config, card, torch.float32, [scaling])
     asked = [("d", ids) for _, ids in ASKED]
     log = FullWindowRounds(world.parts, trained, rule).play(asked, SamplingParams(temperature=0.0, max_new=12))
-    served = dspark(folder, rule=rule, calibration=folder / scaling_file(rule))
+    served = dspark(folder, rule=rule)
     engine = make_engine(world.folder, dspark=served)
     groups = engine.generate([ask(str(i), ids, max_new=12) for i, (_, ids) in enumerate(asked)])
     assert [g.samples[0].ids.tolist() for g in groups] == [text.tolist() for text in log.texts["d"]]

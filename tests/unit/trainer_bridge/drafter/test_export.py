@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.dspark.block_spec import FAMILIES, MAX_BLOCK, drafter_spec_from_config
-from engine.dspark.scaling import StoredScaling, SurvivalScaling
+from engine.dspark.scaling import StoredScaling, SurvivalScaling, scaling_file
 from engine.errors import InternalError, InvalidRequest
 from engine.models.spec import read_spec
 from tests.unit.trainer_bridge.drafter.test_objective import NARROW, shaken
@@ -20,7 +20,6 @@ from trainer_bridge.drafter.export import (
     require_target,
     resume_checkpoint,
     save_checkpoint,
-    scaling_file,
 )
 from trainer_bridge.drafter.initial import drafter_config, spaced_layers
 

@@ -36,6 +36,31 @@ def test_reward_is_for_exactly_the_result(text: str, finish, reward: float) -> N
     assert PairQuestion(3, "+", 8, config.prompt, config.begun).answer == 11
 
 
+def test_of_several_at_once_the_share_of_right_lines_counts() -> None:
+    config = DigitPairsConfig(held_out=12, prompt="Work out: {all}", chain=3)
+    questions = make_digit_pairs(config, 0)
+    pairs = [
+        {frozenset((p.a, p.b)) for q in side for p in (q, *q.others)}
+        for side in (questions.held_out, questions.training)
+    ]
+    assert len(pairs[0]) == 12 and pairs[0].isdisjoint(pairs[1]) and len(questions.held_out[0].others) == 2
+    seven, two = (PairQuestion(a, "+", 1, config.prompt, config.begun) for a in (7, 2))
+    environment = PairQuestion(3, "*", 8, config.prompt, config.begun, (seven, two)).environment()
+    assert environment.reset().messages[0] == Message("user", "Work out: 3 * 8, 7 + 1, 2 + 1")
+    texts = {
+        "24\n7 + 1 = 8\n2 + 1 = 3": 1.0,
+        "24\n7 + 1 = 9\n2 + 1 = 3": 2 / 3,
+        "24\n2 + 1 = 3\n7 + 1 = 8": 1 / 3,
+        "24\n7 + 1 = 8\n2 + 1 = 3\n": 3 / 4,
+        "24": 1 / 3,
+        "": 0.0,
+    }
+    for text, reward in texts.items():
+        assert environment.step(Action(ids=(), text=text, finish="length")).reward == pytest.approx(reward), text
+    with pytest.raises(InvalidRequest, match=r"task\.chain"):
+        DigitPairsConfig(chain=0)
+
+
 def test_a_conversation_of_turns_reads_as_the_template_writes_it_at_once() -> None:
     tokenizer = chat_tokenizer()
     codec = ChatCodec(tokenizer)

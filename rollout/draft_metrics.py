@@ -49,5 +49,6 @@ def read_report(text: str) -> DraftReport:
     except ValueError as error:
         raise InvalidRequest(field="metrics", expected="Prometheus text", actual=error) from error
     if not report.values:
-        raise InvalidRequest(field="metrics", expected="an engine with a drafter", actual="no sums of speculation")
+        expected = "those of a service that drafts (serve --drafter FOLDER or ngram)"
+        raise InvalidRequest(field="metrics", expected=expected, actual="no sums of speculation")
     return report

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -35,7 +36,7 @@ def named_drafters(config: CatalogConfig | None = None) -> dict[str, Path]:
             return {}
     if not Path(root).is_dir():
         return {}
-    return {path.name: path for path in sorted(Path(root).iterdir()) if _is_packed(path)}
+    return {path.name: path for path in sorted(Path(root).iterdir()) if is_packed(path)}
 
 
 def drafter_states(config: CatalogConfig | None = None) -> dict[str, tuple[str, str]]:
@@ -54,18 +55,22 @@ def check_drafter(name_or_folder: str, config: CatalogConfig | None = None, fiel
     """At once, as nothing is read: raises `NotFound` for what names neither a kind of drafter nor a drafter nor a
     folder, `InvalidRequest` where a folder is no drafter's."""
     if name_or_folder not in _KINDS:
-        find_drafter(name_or_folder, config, field)
+        find_drafter(name_or_folder, config, field, _KINDS)
 
 
-def find_drafter(name_or_folder: str, config: CatalogConfig | None = None, field: str = "drafter") -> Path:
-    """The folder, packed or not, of a drafter that has one; raises what `check_drafter` raises."""
+def find_drafter(
+    name_or_folder: str, config: CatalogConfig | None = None, field: str = "drafter", kinds: Sequence[str] = ()
+) -> Path:
+    """The folder, packed or not, of a drafter that has one; raises what `check_drafter` raises. Refusals tell of
+    `kinds` too."""
     named = named_drafters(config)
     if name_or_folder in named:
         return named[name_or_folder]
     folder = Path(name_or_folder).expanduser().absolute()
     if "\0" in name_or_folder or not name_or_folder or not folder.is_dir():
-        known = ", ".join([*_KINDS, *named])
-        raise NotFound(field=field, expected=f"a drafter's folder or one of {known}", actual=name_or_folder)
+        known = [*kinds, *named]
+        expected = "a drafter's folder" + (f" or one of {', '.join(known)}" if known else "")
+        raise NotFound(field=field, expected=expected, actual=name_or_folder)
     if not (folder / "config.json").is_file():
         raise InvalidRequest(field=field, expected=f"config.json in {folder}", actual="none")
     return folder
@@ -79,8 +84,8 @@ def resolve_drafter(name_or_folder: str, config: CatalogConfig | None = None, fi
     """
     if name_or_folder in _KINDS:
         return name_or_folder
-    folder = find_drafter(name_or_folder, config, field)
-    if not _is_packed(folder):
+    folder = find_drafter(name_or_folder, config, field, _KINDS)
+    if not is_packed(folder):
         return str(folder)
     target = _target(folder, config or CatalogConfig())
     if not is_built(target):
@@ -107,7 +112,8 @@ def with_drafter(
     return dataclasses.replace(engine, dspark=dataclasses.replace(engine.dspark, drafter=folder))
 
 
-def _is_packed(folder: Path) -> bool:
+def is_packed(folder: Path) -> bool:
+    """Whether a folder says that it has to be expanded before it is served."""
     try:
         stored = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

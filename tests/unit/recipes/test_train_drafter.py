@@ -10,10 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from engine.dspark.packing import expand_drafter, pack_drafter
 from engine.errors import InvalidRequest, SparkrollError, TooLarge
 from recipes.grpo.progress import Display
 from recipes.train_drafter.__main__ import configuration
-from recipes.train_drafter.calibration import calibrate_drafter
+from recipes.train_drafter.calibration import calibrate_drafter, compare_drafters
 from recipes.train_drafter.config import PRESETS, CalibrateConfig
 from recipes.train_drafter.run import DrafterRun
 from tests.unit.recipes.chat_model import save_chat_model
@@ -143,6 +144,22 @@ def test_temperatures_are_fitted_anew(whole, settings, tmp_path):
     (folder / "config.json").write_text(json.dumps(stored | {"target_digest": "another"}))
     with pytest.raises(InvalidRequest, match="target_digest"):
         calibrate_drafter(folder, config, Display(Console(file=io.StringIO())))
+    packed = tmp_path / "packed"
+    pack_drafter(folder, packed)
+    shutil.copytree(whole[0] / "drafter", tmp_path / "other")
+    expand_drafter(packed, tmp_path / "back")
+    said, before = io.StringIO(), sorted(tmp_path.rglob("*"))
+    both = {"whole": tmp_path / "other", "packed": tmp_path / "back"}
+    found = compare_drafters(both, replace(config, require_digest=False), Display(Console(file=said, width=200)))
+    (lengths,) = found["accept_length"].values()
+    assert lengths["whole"] == {name: one["accept_length"] for name, one in domains_of(results)}
+    assert lengths["packed"].keys() == lengths["whole"].keys() and min(lengths["packed"].values()) >= 1
+    assert "100.00%  whole" in said.getvalue() and sorted(tmp_path.rglob("*")) == before
+
+
+def domains_of(results: dict) -> list:
+    (report,) = results["reports"]
+    return [*report["domains"].items(), ("all", report["overall"])]
 
 
 def test_a_dry_run_says_what_it_would_take_and_makes_nothing(settings, tmp_path):

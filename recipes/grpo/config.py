@@ -155,7 +155,7 @@ class GrpoConfig:
         if self.online.enabled and (self.rollout.where != "colocated" or self.adapter is not None):
             raise InvalidRequest(
                 field="online.enabled",
-                expected="false, unless engine and trainer of a whole policy are colocated",
+                expected="false, unless engine and trainer of a whole policy share a process (rollout.where=colocated)",
                 actual=self.rollout.where if self.adapter is None else "an adapter",
             )
         if not 0 <= self.overlong_buffer <= self.rollout.max_new:
@@ -227,4 +227,20 @@ def smollm2() -> GrpoConfig:
     )
 
 
-PRESETS = {"demo": demo, "grpo": grpo, "dapo": dapo, "retry": retry, "smollm2": smollm2}
+def smollm2_lines() -> GrpoConfig:
+    """Six of those at a time, one a line, in answers of some fifty tokens: rollouts whose time is decoding, what
+    speculation is for. A quarter of them are kept to train a drafter from."""
+    base = smollm2()
+    return replace(
+        base,
+        output=Path("outputs/smollm2_lines"),
+        steps=20,
+        checkpoint_every=20,
+        task=DigitPairsConfig(prompt="Work these out, one on each line: {all}", chain=6),
+        rollout=replace(base.rollout, groups=16, group_size=16, evaluations=2, max_new=64),
+        optim=replace(base.optim, warmup_steps=3),
+        online=OnlineDrafterConfig(training=OnlineConfig(keep_every=4)),
+    )
+
+
+PRESETS = {"demo": demo, "grpo": grpo, "dapo": dapo, "retry": retry, "smollm2": smollm2, "smollm2_lines": smollm2_lines}

@@ -253,7 +253,7 @@ class GrpoRun:
             "agreement": {str(step): dataclasses.asdict(found) for step, found in self.agreement.items()},
         }
         self.display.console.print(steps_table(self.history))
-        self.display.console.print(summary_table({name: str(value) for name, value in results.items()}))
+        self.display.console.print(summary_table(results))
         return results
 
 

@@ -95,8 +95,13 @@ def steps_table(history: Sequence[Mapping[str, float]], rows: int = 12) -> Table
     return table
 
 
-def summary_table(rows: Mapping[str, str]) -> Table:
+def summary_table(results: Mapping[str, object]) -> Table:
+    """One result a row. Lists, tables of tables and what was not made are for the JSON line alone."""
     table = Table(title="result", show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            if not any(isinstance(inner, Mapping) for inner in value.values()):
+                table.add_row(name, "\n".join(f"{key}: {inner}" for key, inner in value.items()))
+        elif value is not None and not isinstance(value, list):
+            table.add_row(name, str(value))
     return table

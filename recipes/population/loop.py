@@ -161,5 +161,5 @@ class _Population:
             "policies": folders,
             "seconds": round(seconds, 1),
         }
-        self.display.console.print(summary_table({name: str(value) for name, value in results.items()}))
+        self.display.console.print(summary_table(results))
         return results

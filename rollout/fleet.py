@@ -108,7 +108,7 @@ class Fleet:
             engine = await asyncio.to_thread(
                 with_drafter, self.config.engine, folder, self.config.catalog, elsewhere=elsewhere
             )
-            self._say("starting Ray")
+            self._say("starting Ray (seconds; on a busy machine a minute or two)")
             self._owns_ray = await asyncio.to_thread(ensure_ray, self.config.fleet.ray_address)
             self._launcher = await asyncio.to_thread(Launcher, replace(self.config, engine=engine), folder)
             self._say(f"loading {folder.name} in {len(self._places)} engine(s)")

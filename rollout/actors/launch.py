@@ -32,6 +32,8 @@ def ensure_ray(address: str | None) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives its head 30 seconds, which one on a busy machine exceeds.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     try:
         ray.init(address=address or "local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=True)
     except Exception as error:  # Ray says most of what can go wrong here in plain exceptions

@@ -18,6 +18,7 @@ def tiny() -> GrpoConfig:
     care by an adapter of rank 8. Rates are those of adapters, several times a whole model's."""
     return GrpoConfig(
         output=Path("outputs/lora_tiny"),
+        trainer_threads=1,
         steps=16,
         task=SumsConfig(largest=6, held_out=64),
         model=RandomModel(hidden_size=64, intermediate_size=192, initializer_range=0.1),

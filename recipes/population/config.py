@@ -83,6 +83,7 @@ def tiny() -> PopulationConfig:
     single = lora_tiny()
     return PopulationConfig(
         output=Path("outputs/population_tiny"),
+        trainer_threads=single.trainer_threads,
         members=(
             MemberConfig("steady", 2e-2),
             MemberConfig("slow", 1e-3),

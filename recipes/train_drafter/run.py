@@ -62,6 +62,8 @@ class DrafterRun:
         if not self.ranks.first:
             self.ranks.wait()
         _same_run(config)
+        if config.engine.num_threads is not None:
+            torch.set_num_threads(config.engine.num_threads)  # teaching a target comes before there is an engine
         self.target = self._find_target()
         if self.ranks.first:
             self.ranks.wait()

@@ -129,7 +129,7 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer, plain: S
     most_rows, context_len = number(parts.config.scheduler.max_running), parts.model.spec.context_len
     stepper = RoundStepper(shared, table, parts.pages.table, most_rows, parts.counters)
     parts.memory.graphs.append(stepper)
-    speculation.plan_for(stepper.verify_tiers, stepper.draft_tiers)
+    speculation.plan_for(stepper.verify_tiers, stepper.draft_tiers, stepper)
     if parts.device.type == "cuda" and not parts.config.cache.canary:
         seed_step_times(parts, speculation, table, stepper, plain, most_rows)
     return DeviceRounds(speculation, stepper, parts.pages, committer, parts.counters, context_len, table.ring)
@@ -138,17 +138,29 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer, plain: S
 def seed_step_times(
     parts: Parts, speculation: Speculation, table: DeviceTable, stepper: RoundStepper, plain: Stepper, most_rows: int
 ) -> None:
-    """Measure the rounds that a planner has to know before the first request, unless an earlier run's are there."""
+    """Measure the rounds that a planner has to know before the first request. Where an earlier run has, only make
+    the graphs that serve any number of requests."""
     from engine.runner.graph_stepper import GraphStepper
     from engine.runner.round_sweep import RoundSweep
 
     config, cost, traits = speculation.config, speculation.cost, speculation.drafter.traits
-    if cost.observed or config.sweep_seconds == 0 or not isinstance(plain, GraphStepper):
+    if config.sweep_seconds == 0 or not isinstance(plain, GraphStepper):
         return
     longest = min(parts.model.spec.context_len, traits.context_len)
     sweep = RoundSweep(
-        stepper, plain, table, parts.pages, config, speculation.max_drafts, max(1, traits.block), longest
+        stepper,
+        plain,
+        table,
+        parts.pages,
+        config,
+        speculation.max_drafts,
+        max(1, traits.block),
+        longest,
+        parts.counters,
     )
+    if cost.observed:
+        sweep.capture(most_rows)
+        return
     cost.seed(sweep.run(most_rows))
     if cost.on_observed is not None:
         cost.on_observed(cost)

@@ -37,6 +37,8 @@ _OCTAVES = 3.0
 _NOISE_VARIANCE = 0.02**2
 """Of a step's time around its own mean, relative."""
 _SCALE_FADE = 0.98
+_STREAK = 3
+"""Steps of a kind, one after another and all off the same way, that are no hiccup: what was known of it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class CostModel:
             self._covariance_DD[block, block] = _FIRST_VARIANCE * _likeness(knots)
             start += len(knots)
         self._residual_scale = 0.05
+        self._streaks: dict[bytes, int] = {}
+        """Kind of step -> surprises one after another, with their sign."""
         self._unit = 1.0
         self._shortest = math.inf
         self.observed = 0
@@ -114,7 +118,8 @@ class CostModel:
             self._learn(self._features(shape), seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Take in a measured step. A step far off what was predicted moves the fit a bounded way."""
+        """Take in a measured step. One that is further off what was predicted than that was unsure moves the fit a
+        bounded way, unless those of its kind keep being so."""
         if not (np.isfinite(seconds) and seconds > 0.0):
             return
         features_D = self._features(shape)
@@ -125,8 +130,7 @@ class CostModel:
             self.errors.relative += abs(predicted - seconds) / seconds
             self.errors.predicted += predicted
             self.errors.measured += seconds
-        bounded = self.observed >= len(self._coefficients_D)
-        self._learn(features_D, seconds, self._wander, bounded)
+        self._learn(features_D, seconds, self._wander, bounded=True)
         if self.on_observed is not None:
             self.on_observed(self)
 
@@ -215,13 +219,26 @@ class CostModel:
             self._unit = float(seconds)
         scaled_D = features_D * (self._unit / seconds)
         residual = 1.0 - float(scaled_D @ self._coefficients_D)
-        if bounded:
-            limit = 4.0 * max(self._residual_scale, 0.01)
-            self.errors.outliers += abs(residual) > limit
-            residual = float(np.clip(residual, -limit, limit))
         covariance_DD = self._covariance_DD
+        spread = _NOISE_VARIANCE + float(scaled_D @ covariance_DD @ scaled_D)
+        limit = math.inf
+        if bounded:
+            limit = 4.0 * max(self._residual_scale, math.sqrt(spread))
+            if abs(residual) <= limit:
+                self._streaks.pop(_kind(features_D), None)
+            else:
+                self.errors.outliers += 1
+                kind, sign = _kind(features_D), 1 if residual > 0 else -1
+                streak = self._streaks.get(kind, 0)
+                self._streaks[kind] = streak = streak + sign if streak * sign > 0 else sign
+                if abs(streak) < _STREAK:
+                    residual = limit * sign
+                else:
+                    del self._streaks[kind]
+                    touched = np.flatnonzero(features_D)
+                    covariance_DD[touched, touched] += residual**2
+                    spread = _NOISE_VARIANCE + float(scaled_D @ covariance_DD @ scaled_D)
         reach_D = covariance_DD @ scaled_D
-        spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
         self._coefficients_D = self._coefficients_D + reach_D * (residual / spread)
         root_D = reach_D / math.sqrt(spread)
         covariance_DD -= np.outer(root_D, root_D)
@@ -231,9 +248,14 @@ class CostModel:
             # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
             shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / variances_D.clip(min=1e-30)))
             covariance_DD *= np.outer(shrink_D, shrink_D)
-        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * abs(residual)
+        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * min(abs(residual), limit)
         self._shortest = min(self._shortest, float(seconds))
         self.observed += 1
+
+
+def _kind(features_D: np.ndarray) -> bytes:
+    """Steps that read the same coefficients."""
+    return np.flatnonzero(features_D).tobytes()
 
 
 def sweep_shapes(

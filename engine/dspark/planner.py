@@ -14,8 +14,10 @@ Shapes: B requests, G drafts a request, C candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -35,7 +37,7 @@ class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     `slots` are the rows in order. `drafting` says whether the drafter runs; `budget` is how many drafts
     are verified over all rows, at most, and `tier` the verify rows of the step with padding. `lens` are
     the drafts verified by row; a plan made before drafting has none yet (`spent` fills them in). A
-    `probe` drafts although it is not expected to pay.
+    `probe` drafts although it is not expected to pay. Without `capture` a graph that is there has to do.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tier: int
     lens: list[int]
     probe: bool = False
+    capture: bool = True
 
     def spent(self, lens: Sequence[int]) -> StepPlan:
         assert sum(lens) <= self.budget and len(lens) == len(self.slots), f"{sum(lens)} drafts over {self.budget}"
@@ -76,7 +79,8 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified."""
+    """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
+    `capture`: by a graph that may have to be made for it."""
 
     drafting: bool
     budget: int
@@ -85,6 +89,11 @@ class Choice:
     seconds: float
     probe: bool = False
     slots: int = 0
+    capture: bool = True
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
     def plan(self, step: int, slots: list[int]) -> StepPlan:
         return StepPlan(
@@ -95,7 +104,21 @@ class Choice:
             tier=self.tier,
             lens=[0] * len(slots),
             probe=self.probe,
+            capture=self.capture,
         )
+
+
+class Graphs(Protocol):
+    """Those that rounds run as."""
+
+    @property
+    def capture_seconds(self) -> float:
+        """What making one more takes."""
+        ...
+
+    def ready(self, rows: int) -> Sequence[tuple[int, int]]:
+        """(verify rows, drafts made, 0 for all) of those there are for so many requests."""
+        ...
 
 
 class Planner:
@@ -105,7 +128,11 @@ class Planner:
     makes all. `draft_tiers` are the numbers of drafts that graphs exist for then, ascending; what one has room for
     is made. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
-    change."""
+    change.
+
+    Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
+    that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
+    have cost."""
 
     def __init__(
         self,
@@ -115,6 +142,7 @@ class Planner:
         probe_every: int = 64,
         ragged: bool = False,
         draft_tiers: Sequence[int] | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
         self._cost = cost
@@ -123,6 +151,9 @@ class Planner:
         self._probe_every = probe_every
         self._ragged = ragged
         self._draft_tiers = None if draft_tiers is None else np.array(draft_tiers)
+        self._graphs = graphs
+        self._lost = 0.0
+        """Seconds, for want of a graph."""
         self._last: tuple[bool, int] | None = None
         self._without = 0
 
@@ -135,12 +166,14 @@ class Planner:
         due = self._without >= self._probe_every
         chosen, probe = plain, False
         if allowed or due:
-            drafting = self._drafting(outlook)
-            if drafting is not None:
-                chosen, probe = (drafting, True) if due else (self._better(plain, drafting), False)
+            best, ready = self._drafting(outlook)
+            if due:
+                chosen, probe = ready or best or plain, True
+            elif best is not None:
+                chosen = self._affordable(plain, best, ready)
         self._last = (chosen.drafting, chosen.tier)
         self._without = 0 if chosen.drafting else self._without + 1
-        return replace(chosen, probe=True) if probe else chosen
+        return replace(chosen, probe=True) if probe and chosen.drafting else chosen
 
     def passed(self, steps: int) -> None:
         """Steps without drafts that nobody asked about."""
@@ -154,51 +187,82 @@ class Planner:
         )
         return Choice(False, 0, tier, float(rows), float(seconds))
 
-    def _drafting(self, outlook: Outlook) -> Choice | None:
-        """The best tier; padding is filled with drafts, so a tier's budget is all it holds."""
+    def _drafting(self, outlook: Outlook) -> tuple[Choice | None, Choice | None]:
+        """The best tier, and the best graph that is there. Padding is filled with drafts, so a tier's budget is all
+        it holds."""
         values_BG, keys_BG = rank_keys(outlook)
         rows, whole = values_BG.shape
         flat = keys_BG.T.ravel()
         most, least = int((flat >= 0.0).sum()), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
         if most < least:
-            return None
+            return None, None
         order = np.argsort(-flat, kind="stable")[:most]
+        tokens_M = rows + np.cumsum(values_BG.T.ravel()[order])
+        context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])
+
+        def best(tiers_C: np.ndarray, budgets_C: np.ndarray, slots_C: np.ndarray, capture: bool) -> Choice | None:
+            """`slots_C` are computed, as far as there are requests for them."""
+            if not len(tiers_C):
+                return None
+            shares_C = slots_C / (rows * whole) if self._ragged else 1.0
+            reads = outlook.tokens_read, context_M[budgets_C - 1]
+            seconds_C = self._cost.times(rows, tiers_C, True, *reads, shares_C)
+            tokens_C = tokens_M[budgets_C - 1]
+            place = self._kept(tiers_C, tokens_C / seconds_C)
+            return Choice(
+                drafting=True,
+                budget=int(budgets_C[place]),
+                tier=int(tiers_C[place]),
+                tokens=float(tokens_C[place]),
+                seconds=float(seconds_C[place]),
+                slots=min(int(slots_C[place]), most),
+                capture=capture,
+            )
+
         tiers_C = self._reachable(rows + least, rows + most)
-        if not len(tiers_C):
-            return None
         budgets_C = np.minimum(tiers_C - rows, most)
         slots_C = self._slots(budgets_C, most) if self._ragged else np.full(len(tiers_C), most)
-        shares_C = slots_C / (rows * whole) if self._ragged else 1.0
-        tokens_C = rows + np.cumsum(values_BG.T.ravel()[order])[budgets_C - 1]
-        context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])[budgets_C - 1]
-        seconds_C = self._cost.times(rows, tiers_C, True, outlook.tokens_read, context_C, shares_C)
-        rates_C = tokens_C / seconds_C
+        found = best(tiers_C, budgets_C, slots_C, True)
+        if self._graphs is None:
+            return found, None
+        there_C2 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 2)
+        tiers_C = there_C2[:, 0]
+        slots_C = np.where(there_C2[:, 1] > 0, there_C2[:, 1], most)
+        budgets_C = np.minimum(np.minimum(tiers_C - rows, most), slots_C)
+        fit_C = budgets_C >= least
+        return found, best(tiers_C[fit_C], budgets_C[fit_C], slots_C[fit_C], False)
+
+    def _kept(self, tiers_C: np.ndarray, rates_C: np.ndarray) -> int:
+        """The best, or the last step's tier where it is hardly worse."""
         best = int(rates_C.argmax())
         if self._last is not None and self._last[0]:
-            place = int(np.searchsorted(tiers_C, self._last[1]))
-            known = place < len(tiers_C) and tiers_C[place] == self._last[1]
-            if known and rates_C[place] >= (1 - self._hysteresis) * rates_C[best]:
-                best = place
-        return Choice(
-            drafting=True,
-            budget=int(budgets_C[best]),
-            tier=int(tiers_C[best]),
-            tokens=float(tokens_C[best]),
-            seconds=float(seconds_C[best]),
-            slots=int(slots_C[best]),
-        )
+            same_C = np.where(tiers_C == self._last[1], rates_C, 0.0)
+            if same_C.max() >= (1 - self._hysteresis) * rates_C[best]:
+                return int(same_C.argmax())
+        return best
+
+    def _affordable(self, plain: Choice, best: Choice, ready: Choice | None) -> Choice:
+        """What is best of what is there, until doing without the best has cost as much as its graph."""
+        if self._graphs is None or ready is None:
+            return self._better(plain, best)
+        chosen = self._better(plain, ready)
+        self._lost += max(0.0, chosen.seconds * (1.0 - chosen.rate / best.rate))
+        if self._lost < self._graphs.capture_seconds:
+            return chosen
+        self._lost = 0.0
+        return self._better(plain, best)
 
     def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
-        """Drafts to make where so many are verified."""
-        slots_C = np.ceil(budgets_C * _SPARE).astype(np.int64)
-        if self._draft_tiers is not None:
-            places_C = np.searchsorted(self._draft_tiers, slots_C)
-            slots_C = self._draft_tiers[np.minimum(places_C, len(self._draft_tiers) - 1)]
-        return np.minimum(slots_C, most)
+        """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""
+        slots_C = np.array([slots_for(budget, most) for budget in budgets_C.tolist()])
+        if self._draft_tiers is None:
+            return slots_C
+        places_C = np.searchsorted(self._draft_tiers, slots_C)
+        return self._draft_tiers[np.minimum(places_C, len(self._draft_tiers) - 1)]
 
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
         """What was done last is done again where the other is hardly better."""
-        rates = plain.tokens / plain.seconds, drafting.tokens / drafting.seconds
+        rates = plain.rate, drafting.rate
         keep = 1 - self._hysteresis
         if self._last == (False, plain.tier):
             return plain if rates[0] >= keep * rates[1] else drafting
@@ -219,6 +283,11 @@ class Planner:
         place = int(np.searchsorted(self._tiers, rows))
         assert place < len(self._tiers), f"{rows} rows, the largest tier holds {self._tiers[-1]}"
         return int(self._tiers[place])
+
+
+def slots_for(budget: int, most: int) -> int:
+    """Drafts to make so that `budget` of them are verified."""
+    return min(math.ceil(budget * _SPARE), most)
 
 
 def drafted(outlook: Outlook, slots: int) -> np.ndarray:

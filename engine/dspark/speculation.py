@@ -29,7 +29,7 @@ from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.draft_step import DraftStep, distinct_tokens
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.picks import CoupledPick, RejectionPick
-from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
+from engine.dspark.planner import Choice, Graphs, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
 from engine.dspark.scaling import SurvivalScaling, stored_scaling
@@ -184,7 +184,7 @@ class Speculation:
         share = 1.0
         if self.by_request and choice.drafting:
             made_B = drafted(outlook, choice.slots)
-            share = int(made_B.sum()) / (rows * self.max_drafts)
+            share = choice.slots / (rows * self.max_drafts)
             order = np.argsort(made_B == 0, kind="stable").tolist()
             samples, keys, most = [samples[b] for b in order], [keys[b] for b in order], made_B[order].tolist()
         step = DraftStep(
@@ -301,14 +301,19 @@ class Speculation:
             step.emitted = [len(sample.ids) - known for sample, known in zip(step.samples, step.known, strict=True)]
         self.record.observe(step, seconds)
 
-    def plan_for(self, tiers: Sequence[int], draft_tiers: Sequence[int] | None = None) -> None:
+    def plan_for(
+        self, tiers: Sequence[int], draft_tiers: Sequence[int] | None = None, graphs: Graphs | None = None
+    ) -> None:
         """Rounds run as graphs of these numbers of verify rows and, where blocks are drafted by request, of these
-        numbers of block slots."""
+        numbers of block slots; `graphs` says which of them there are."""
         self.by_request = draft_tiers is not None
-        # How many slots yield drafts is known ahead where all do.
-        known = None if self.drafter.traits.lead else draft_tiers
         every, ragged = self.config.probe_every, self.by_request
-        self._planner = Planner(self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=known)
+        if self.drafter.traits.lead and ragged:
+            # How many slots yield drafts is known ahead only where all do.
+            draft_tiers, graphs = None, None
+        self._planner = Planner(
+            self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=draft_tiers, graphs=graphs
+        )
 
     def learn(self, step: DraftStep, seconds: float | None) -> None:
         """A round that the device decided on by itself, as `finish`: its confidences are news too."""

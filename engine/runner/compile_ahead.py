@@ -29,26 +29,23 @@ Missing = dict[tuple[str, str], Any]
 """(kernel's name, specialisation as triton serialises it) -> the kernel."""
 
 
-def compile_ahead(launches: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> int:
-    """Compile whatever `launches` lacks; how many kernels that were. `launches` must be fit for graph
-    capture, which here takes its memory from a kept graph pool. Where looking ahead fails, nothing is
-    compiled and launches go on to do it themselves."""
-    # Libraries set themselves up outside of captures; the fill makes sure that this one holds something.
+def compile_ahead(
+    launches: Callable[[], object], stream: torch.cuda.Stream, pool: Any
+) -> tuple[int, torch.cuda.CUDAGraph | None]:
+    """Compile whatever `launches` lacks; how many kernels that were, and the graph that was looked at, which is
+    whole where it was none. `launches` must be fit for graph capture, which here takes its memory from a kept
+    graph pool. Where looking ahead fails, nothing is compiled and launches go on to do it themselves."""
+    # Libraries set themselves up outside of captures.
     filled = torch.ones(16, 16, dtype=torch.bfloat16, device=stream.device)
     torch.mm(filled, filled)
-
-    def watched() -> None:
-        filled.zero_()
-        launches()
-
     try:
         with missing_kernels() as missing:
-            capture(watched, stream, pool, relaxed=True)
+            graph = capture(launches, stream, pool, relaxed=True)
         compile_all(missing, stream.device)
     except RuntimeError as error:
         logger.warning("kernels are compiled one by one, looking ahead failed: %s", error)
-        return 0
-    return len(missing)
+        return 0, None
+    return len(missing), None if missing else graph
 
 
 @contextmanager

@@ -17,6 +17,10 @@ from engine.runner.capture import anchored_pool, capture
 from engine.runner.compile_ahead import compile_ahead
 
 logger = logging.getLogger(__name__)
+_WARM = 2
+"""Captures behind a run, before looking ahead alone will do: by then libraries have met the stream."""
+_SECONDS = 0.5
+"""Of a capture, before there was any."""
 
 
 class GraphPool:
@@ -28,6 +32,9 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_bytes = 0
         """Device memory taken by captures, graphs' own and their pool's."""
+        self.seconds = _SECONDS
+        """What a capture takes at best, as far as is known."""
+        self._captures = 0
         self.forget()
 
     @property
@@ -44,25 +51,36 @@ class GraphPool:
     def record(self, launches: Callable[[], object], what: str) -> Callable[[], None] | None:
         """The replay of `launches`; None where there are no graphs or the capture fails, and they then run
         one by one. Their inputs are padding meanwhile, so that nothing is touched: the run before the
-        capture loads kernels and warms libraries up."""
+        first captures loads kernels and warms libraries up."""
         if self._stream is None:
             return None
         began, stream = time.perf_counter(), self._stream
-        compile_ahead(launches, stream, self._memory)
+        free = torch.cuda.mem_get_info(self._device)[0]
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        _, graph = compile_ahead(launches, stream, self._memory)
+        if graph is None or self._captures < _WARM:
+            graph = self._after_a_run(launches, what)
+        if graph is None:
+            return None
+        self._captures += 1
+        self.num_bytes += max(1, free - torch.cuda.mem_get_info(self._device)[0])
+        seconds = time.perf_counter() - began
+        self.seconds = min(self.seconds, seconds)
+        self._counters.graph_capture_seconds += seconds
+        return graph.replay
+
+    def _after_a_run(self, launches: Callable[[], object], what: str) -> torch.cuda.CUDAGraph | None:
+        stream = self._stream
+        assert stream is not None
         with torch.cuda.stream(stream):
             launches()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        free = torch.cuda.mem_get_info(self._device)[0]
         try:
             try:
-                graph = capture(launches, stream, self._memory)
+                return capture(launches, stream, self._memory)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # which torch cannot do by itself during a capture
-                graph = capture(launches, stream, self._memory)
+                return capture(launches, stream, self._memory)
         except RuntimeError as error:  # memory is short, or a library refuses to be captured
             logger.warning("%s could not be captured and run uncaptured: %s", what, error)
             return None
-        self.num_bytes += max(1, free - torch.cuda.mem_get_info(self._device)[0])
-        self._counters.graph_capture_seconds += time.perf_counter() - began
-        return graph.replay

@@ -45,7 +45,8 @@ class RoundPlan:
     drafted by request, `most` decides which graph runs. `survival_BG` float32 is what the
     budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
     host drafts. `adapters` are the slots of the rows' adapters, empty where all are the base's.
-    `prefixes` are what rows share of their pages and read once.
+    `prefixes` are what rows share of their pages and read once. Without `capture` a larger graph that is
+    there serves rather than one that has to be made.
     """
 
     slots: list[int]
@@ -61,6 +62,7 @@ class RoundPlan:
     drafts_BG: np.ndarray | None = None
     adapters: list[int] = field(default_factory=list)
     prefixes: list[SharedPrefix] = field(default_factory=list)
+    capture: bool = True
 
     @property
     def rows(self) -> int:

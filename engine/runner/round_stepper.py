@@ -42,11 +42,18 @@ class CapturedRound:
     launches: RoundLaunches
 
 
-class RoundResult:
-    """A burst's results on their way to the host: those of a burst of steps, and each round's records."""
+_Key = tuple[int, int, int, RoundModes, "Variant | None", bool]
+"""Tiers of rows, of verify rows and of block slots (0: whole blocks), what is computed, for which adapters, and
+whether rows share prefixes."""
 
-    def __init__(self, rows: HostCopy, records: list[torch.Tensor]) -> None:
+
+class RoundResult:
+    """A burst's results on their way to the host: those of a burst of steps, and each round's records. `verify` rows
+    and `slots` of blocks, 0 where those are whole, are what the graph computed."""
+
+    def __init__(self, rows: HostCopy, records: list[torch.Tensor], verify: int, slots: int) -> None:
         self._rows, self._records = rows, records
+        self.verify, self.slots = verify, slots
 
     def wait(self) -> tuple[HostResult, list[np.ndarray]]:
         """Tokens, and int32 [B, F] of every round."""
@@ -75,7 +82,9 @@ class RoundStepper:
         """Draft tokens of graphs, None where blocks are whole."""
         if parts.limits.by_request:
             self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
-        self._captured: dict[tuple[int, int, int, RoundModes, Variant | None, bool], CapturedRound] = {}
+        self._captured: dict[_Key, CapturedRound] = {}
+        self._kind: tuple[RoundModes, Variant | None, bool] | None = None
+        """Of the round that ran last, beside its tiers."""
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -88,6 +97,21 @@ class RoundStepper:
     @property
     def graph_bytes(self) -> int:
         return self._graphs.num_bytes
+
+    @property
+    def capture_seconds(self) -> float:
+        """What one more graph takes, at best; nothing where there are none."""
+        return self._graphs.seconds if self._graphs.exists else 0.0
+
+    def ready(self, rows: int) -> list[tuple[int, int]]:
+        """(verify rows, block slots) of the graphs there are for so many rows, of the kind that ran last. Blocks by
+        request cost by their slots, so that rows to spare cost next to nothing."""
+        least = self._row_tier(rows)
+        return [
+            (verify, slots)
+            for tier, verify, slots, *kind in self._captured
+            if tuple(kind) == self._kind and (tier == least or (slots and tier > least))
+        ]
 
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
@@ -107,14 +131,14 @@ class RoundStepper:
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
-        captured, tier = self._ready(plan)
+        captured, (tier, verify, slots, *_) = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
         adapters = captured.launches.adapters
         if adapters is not None:
             self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
-        captured.launches.share(plan.prefixes, plan.verify / plan.rows)
+        captured.launches.share(plan.prefixes, verify / plan.rows)
         records = []
         for _ in range(plan.rounds):
             captured.replay()
@@ -124,23 +148,39 @@ class RoundStepper:
         stacked = adapters is not None and adapters.stack is not None
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
-        return RoundResult(HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step), records)
+        copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
+        return RoundResult(copy, records, verify, slots)
 
-    def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, int]:
-        tier = self._row_tiers[bisect.bisect_left(self._row_tiers, plan.rows)]
-        verify, drafted = self.tier(plan.verify), 0
+    def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, _Key]:
+        verify, slots = self.tier(plan.verify), 0
         if self.draft_tiers is not None:
-            slots = sum(self._parts.limits.lead + count for count in plan.most if count)
-            drafted = self.draft_tiers[bisect.bisect_left(self.draft_tiers, slots)]
+            drafted = sum(self._parts.limits.lead + count for count in plan.most if count)
+            slots = self.draft_tiers[bisect.bisect_left(self.draft_tiers, drafted)]
         self._drop_moved()
         variant = None
         if plan.adapters and self._parts.adapters is not None:
             variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
-        key = (tier, verify, drafted, plan.modes, variant, bool(plan.prefixes))
+        self._kind = (plan.modes, variant, bool(plan.prefixes))
+        key = (self._row_tier(plan.rows), verify, slots, *self._kind)
+        if key not in self._captured and not plan.capture:
+            key = self._roomy(key) or key
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
-        return captured, tier
+        return captured, key
+
+    def _roomy(self, key: _Key) -> _Key | None:
+        """The least of the graphs there are that has room for what `key` has room for."""
+        fitting = [
+            other
+            for other in self._captured
+            if other[3:] == key[3:] and all(have >= need for have, need in zip(other[:3], key[:3], strict=True))
+            if other[2] or other[0] == key[0]
+        ]
+        return min(fitting, key=lambda other: (other[1], other[2], other[0]), default=None)
+
+    def _row_tier(self, rows: int) -> int:
+        return self._row_tiers[bisect.bisect_left(self._row_tiers, rows)]
 
     def _drop_moved(self) -> None:
         """Forget the rounds that know buffers of edits or columns which have grown since."""

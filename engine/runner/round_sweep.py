@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import StepShape
+from engine.dspark.planner import slots_for
 from engine.memory.device_table import STOPPED, DeviceTable, RowState
+from engine.metrics import EngineCounters
 from engine.runner.graph_stepper import GraphStepper
 from engine.runner.round_plan import RoundModes, RoundPlan
 from engine.runner.round_stepper import RoundStepper
@@ -49,54 +52,65 @@ class RoundSweep:
         drafts: int,
         block: int,
         longest: int,
+        counters: EngineCounters,
     ) -> None:
         self._stepper, self._plain, self._table, self._pages = stepper, plain, table, pages
+        self._counters = counters
         self._config, self._drafts = config, drafts
         self._ahead = max(block, (1 + drafts) * _ROUNDS, _PLAIN_STEPS) + 1
         self._context = min(_CONTEXT, longest - self._ahead)
 
     def run(self, rows: int) -> list[tuple[StepShape, float]]:
-        """Times of the most telling shapes first, as many as fit the configured seconds."""
+        """Times of the most telling shapes first, as many as fit the configured seconds; captures take their own."""
+        began, captured, times = time.perf_counter(), self._counters.graph_capture_seconds, []
+        for shape in self._shapes(_counts(rows)):
+            spent = time.perf_counter() - began - (self._counters.graph_capture_seconds - captured)
+            if spent > self._config.sweep_seconds:
+                logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
+                break
+            for _ in range(2):  # the first captures
+                ran, seconds = self._time(shape)
+            times.append((ran, seconds))
+        return times
+
+    def capture(self, rows: int) -> None:
+        """Make the graphs of the largest batch, which serve smaller ones too until theirs are worth making."""
+        for shape in self._shapes([rows]):
+            self._time(shape)
+
+    def _shapes(self, counts: list[int]) -> list[StepShape]:
+        """Without drafts, with one a row, with three, with whole windows. Where blocks are drafted by request, what
+        planners ask for is made of each (`engine.dspark.planner`), else all."""
         if self._context < 1:
             return []
         for pool in (self._pages.pool, self._pages.draft_pool):
             if pool is not None:
                 pool.fill(0.0)
-        began, times = time.perf_counter(), []
-        for shape in self._shapes(rows):
-            if time.perf_counter() - began > self._config.sweep_seconds:
-                logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
-                break
-            for _ in range(2):  # the first captures
-                seconds = self._time(shape)
-            times.append((shape, seconds))
-        return times
-
-    def _shapes(self, rows: int) -> list[StepShape]:
-        """The largest and the smallest batch, then those between: without drafts, with one a row, with whole
-        windows. Where blocks are drafted by request, one of a row is made as well as verified alone."""
-        whole = self._config.mode != "compact"
         shapes = []
-        for count in dict.fromkeys((rows, 1, max(1, rows // 8), max(1, rows // 2))):
-            read = float(count * self._context)
+        for count in counts:
+            read, most = float(count * self._context), count * self._drafts
             shapes.append(StepShape(count, count, False, read, read))
-            most = min(count * (1 + self._drafts), self._stepper.verify_tiers[-1])
-            if self._stepper.draft_tiers is not None:
-                verify, each = self._stepper.tier(min(2 * count, most)), 1.0 / self._drafts
-                shapes.append(StepShape(count, verify, True, read, float(verify * self._context), each))
-            for verify in sorted({most} if whole else {self._stepper.tier(min(2 * count, most)), most}):
-                shapes.append(StepShape(count, verify, True, read, float(verify * self._context)))
+            largest, budgets = self._stepper.verify_tiers[-1], (most,)
+            if self._config.mode == "compact":
+                budgets = (count, min(3 * count, most), most)
+            for verify in sorted({self._stepper.tier(min(count + budget, largest)) for budget in budgets}):
+                budget = min(verify - count, most)
+                slots = slots_for(budget, most) if self._stepper.draft_tiers is not None else most
+                shapes.append(StepShape(count, verify, True, read, float(verify * self._context), slots / most))
         return shapes
 
-    def _time(self, shape: StepShape) -> float:
+    def _time(self, shape: StepShape) -> tuple[StepShape, float]:
+        """The shape that ran, and its seconds."""
         slots = list(range(shape.rows))
         tables_BP = self._tables(shape.rows)
         self._table.admit([self._row(slot) for slot in slots])
         self._wait()
         began = time.perf_counter()
         if shape.drafting:
-            self._stepper.run(self._round(shape, slots, tables_BP), []).wait()
-            count = _ROUNDS
+            ran = self._stepper.run(self._round(shape, slots, tables_BP), [])
+            ran.wait()
+            share = ran.slots / (shape.rows * self._drafts) if ran.slots else 1.0
+            shape, count = replace(shape, tier=ran.verify, share=share), _ROUNDS
         else:
             self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
             count = _PLAIN_STEPS
@@ -104,17 +118,17 @@ class RoundSweep:
         seconds = (time.perf_counter() - began) / count
         self._table.finished_S[: shape.rows] = STOPPED
         self._table.release(slots)
-        return seconds
+        return shape, seconds
 
     def _round(self, shape: StepShape, slots: list[int], tables_BP: np.ndarray) -> RoundPlan:
         rows, config = shape.rows, self._config
-        none_BG = np.zeros((rows, self._drafts))
+        none_BG, made = np.zeros((rows, self._drafts)), round(shape.share * rows * self._drafts)
         return RoundPlan(
             slots=slots,
             rounds=_ROUNDS,
             verify=shape.tier,
-            budget=shape.tier - rows,
-            most=[round(shape.share * self._drafts)] * rows,
+            budget=min(shape.tier - rows, made),
+            most=[made // rows + (row < made % rows) for row in range(rows)],
             least=[0] * rows,
             room=[tables_BP.shape[1] * self._pages.page_size] * rows,
             modes=RoundModes(StepModes(), config.rule, config.mode),
@@ -149,3 +163,9 @@ class RoundSweep:
     def _wait(self) -> None:
         if self._table.device.type == "cuda":
             torch.cuda.synchronize(self._table.device)
+
+
+def _counts(rows: int) -> list[int]:
+    """The largest batch, the smallest, half the largest, then what lies two octaves apart."""
+    between = [rows >> shift for shift in (1, *range(2, rows.bit_length(), 2))]
+    return list(dict.fromkeys((rows, 1, *(count for count in between if count))))

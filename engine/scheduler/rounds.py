@@ -44,11 +44,14 @@ _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
 
 @dataclass(slots=True)
 class Planned:
-    """A round that was decided on, `most[b]` drafts a row at most, and the drafts where the host made them."""
+    """A round that was decided on, `most[b]` drafts a row at most, and the drafts where the host made them. Once it
+    runs, `verify` rows and `slots` of blocks are what it computes."""
 
     step: DraftStep
     most: list[int]
     proposal: Proposal | None
+    verify: int = 0
+    slots: int = 0
 
 
 class DeviceRounds:
@@ -142,9 +145,12 @@ class DeviceRounds:
             drafts_BG=drafts_BG,
             adapters=adapters if any(adapters) else [],
             prefixes=self._stepper.prefixes(step.samples, tables_BP, tier),
+            capture=step.plan.capture,
         )
         self._counters.device_rounds += rounds
-        return self._stepper.run(plan, step.samples)
+        result = self._stepper.run(plan, step.samples)
+        planned.verify, planned.slots = result.verify, result.slots
+        return result
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
         """Give samples what rounds brought, `seconds` each where that is known."""
@@ -237,8 +243,9 @@ class DeviceRounds:
         step.shape = replace(
             foreseen.shape,
             rows=len(samples),
-            tier=self._stepper.tier(len(samples) + sum(verified)),
+            tier=planned.verify,
             context_queries=float((contexts_M * (1 + verified_M)).sum()),
+            share=planned.slots / (len(samples) * drafts) if planned.slots else 1.0,
         )
         return step
 

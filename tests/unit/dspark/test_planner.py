@@ -238,3 +238,40 @@ def test_blocks_by_request_are_made_where_drafts_are_verified():
     assert Planner(cost, None, ragged=True, draft_tiers=[2, 6, 8]).choose(view).slots == 6
     assert drafted(view, 4).tolist() == [4, 0] and drafted(view, 8).tolist() == [4, 4]
     assert drafted(outlook([[0.9, 0.8], [0.5, 0.4]], least=[0, 1], most=[1, 2]), 2).tolist() == [1, 1]
+
+
+class HeldGraphs:
+    """Graphs that there are, and what one more costs."""
+
+    def __init__(self, capture_seconds, held):
+        self.capture_seconds, self.held = capture_seconds, held
+
+    def ready(self, rows):
+        return self.held
+
+
+def test_a_graph_is_made_once_doing_without_it_has_cost_as_much():
+    cost, view = TableCost({2: 1.0, 4: 1.1, 6: 1.2, 8: 2.0}), outlook([[0.9, 0.8, 0.7], [0.9, 0.8, 0.7]])
+    best = Planner(cost, [2, 4, 6, 8]).choose(view)
+    assert best.tier == 6 and best.capture
+    graphs = HeldGraphs(1.0, [(4, 0), (8, 0)])
+    planner = Planner(cost, [2, 4, 6, 8], graphs=graphs)
+    first = planner.choose(view)
+    assert (first.tier, first.budget, first.capture) == (4, 2, False)
+    lost = first.seconds * (1.0 - first.rate / best.rate)
+    taken = [first, *(planner.choose(view) for _ in range(int(1.0 / lost)))]
+    assert [choice.tier for choice in taken] == [4] * (len(taken) - 1) + [6] and taken[-1].capture
+    # It is there now. What is hardly better than what is there is never made, and a probe makes none.
+    graphs.held.append((6, 0))
+    assert [planner.choose(view).tier for _ in range(50)] == [6] * 50
+    dear = Planner(TableCost({2: 1.0, 4: 5.0, 6: 5.0}), [2, 4, 6], graphs=HeldGraphs(0.1, [(4, 0)]), probe_every=3)
+    assert [(c.drafting, c.tier) for c in (dear.choose(view) for _ in range(4))] == [(False, 2)] * 3 + [(True, 4)]
+
+
+def test_without_any_graph_the_best_is_made_at_once():
+    view = outlook([[0.9, 0.8, 0.7]])
+    choice = Planner(TableCost({1: 1.0, 2: 1.0, 4: 1.0}), [1, 2, 4], graphs=HeldGraphs(9.0, [])).choose(view)
+    assert (choice.tier, choice.capture) == (4, True)
+    # A graph with room for fewer drafts than its verify rows is filled as far as they go.
+    made = Planner(TableCost({4: 1.0}), [4], ragged=True, draft_tiers=[2, 3], graphs=HeldGraphs(9.0, [(4, 2)]))
+    assert (made.choose(view).budget, made.choose(view).slots) == (2, 2)

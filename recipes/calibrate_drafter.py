@@ -28,7 +28,10 @@ def main(
     output: Annotated[
         Path | None, typer.Option(help="Where temperatures go instead; a packed drafter needs one.")
     ] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="a.b=value; may be repeated.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="a.b=value; may be repeated. target=MODEL: what the drafter was made for."),
+    ] = None,
 ) -> None:
     """Fit confidence temperatures on held-out full-window rounds and report how the drafter does."""
     quiet()

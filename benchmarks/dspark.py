@@ -6,10 +6,12 @@
 
 Owns the sweep: one engine after another that differ in nothing but how they speculate ("none", fixed
 windows, "adaptive"), each with so many requests in flight, mixed domains in equal shares. Output tokens per
-second, prefill included; the best of some repeats counts, after a play that warms up. The baseline with window k
-drafts k slots. With `--shape` targets and drafters are made (`benchmarks.dspark_chain`) so that acceptance
-follows classes. A real drafter is asked what it was not trained on: named prompt sets begin after `--skip`.
-Ignores what is made of it (`benchmarks.dspark_rows`) and exactness, which tests prove.
+second while all of them decode: from a fifth of `--new` tokens a request on, up to `--new` more or until the first
+request ends, so that neither prompts nor the last requests of a batch are in it. The best of some repeats counts,
+after a play that warms up. The baseline with window k drafts k slots. With `--shape` targets and drafters are made
+(`benchmarks.dspark_chain`) so that acceptance follows classes. A real drafter is asked what it was not trained on:
+named prompt sets begin after `--skip`. Ignores what is made of it (`benchmarks.dspark_rows`) and exactness, which
+tests prove.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ import torch
 from benchmarks.dspark_rows import Bounds, Measured, rows_of
 from benchmarks.report import report
 from engine import CacheConfig, Engine, EngineConfig, GroupRequest, SamplingParams, SchedulerConfig
+from engine.collector import Collector
 from engine.dspark.config import NGRAM, DSparkConfig
 from engine.errors import InvalidRequest
 
+LONGEST = 4
+"""Tokens of a request at most, in units of what requests say on average while they are measured: those that
+accept more say more."""
 Prompts = Callable[[str, int], list[np.ndarray]]
 """(domain, how many) -> ids of each."""
 
@@ -46,10 +52,10 @@ class Sweep:
     prompts: Prompts
     domains: Sequence[str]
     new: int
+    """Tokens of a request that are measured, on average."""
     repeats: int
-    rounds: int
     warm_up: int | None = None
-    """Tokens of a request in the play that is not measured; None: as many as in the others."""
+    """The same of the play that is not measured; None: as many as in the others."""
     found: dict[tuple[str, int, float], Measured] = field(default_factory=dict)
 
     def run(self, sides: Sequence[str], concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
@@ -57,9 +63,11 @@ class Sweep:
             engine = self.make(side)
             for count in concurrency:
                 for temperature in temperatures:
-                    self.found[side, count, temperature] = self._measure(engine, count, temperature)
-                    rate = self.found[side, count, temperature].rate
-                    print(f"{side:>10}  {count:>4} requests  T = {temperature:g}  {rate:>10,.1f} tok/s", flush=True)
+                    made = engine.counters.graph_captures
+                    measured = self.found[side, count, temperature] = self._measure(engine, count, temperature)
+                    made = engine.counters.graph_captures - made
+                    case = f"{side:>10}  {count:>4} requests  T = {temperature:g}"
+                    print(f"{case}  {measured.rate:>10,.1f} tok/s  ({made} graphs made)", flush=True)
             del engine
             gc.collect()
             if torch.cuda.is_available():
@@ -67,37 +75,54 @@ class Sweep:
 
     def _measure(self, engine: Engine, count: int, temperature: float) -> Measured:
         self._play(engine, count, temperature, -1, self.warm_up or self.new)
-        before, best, ids = engine.draft_report(), float("inf"), []
-        for repeat in range(self.repeats):
-            seconds, ids = self._play(engine, count, temperature, repeat, self.new)
-            best = min(best, seconds)
-        tokens = sum(map(len, ids))
-        return Measured(tokens / best, ids, engine.draft_report().since(before))
+        before = engine.draft_report()
+        plays = [self._play(engine, count, temperature, turn, self.new) for turn in range(self.repeats)]
+        return Measured(max(rate for rate, _ in plays), plays[-1][1], engine.draft_report().since(before))
 
     def _play(
         self, engine: Engine, count: int, temperature: float, turn: int, new: int
     ) -> tuple[float, list[list[int]]]:
-        """`rounds` times as many requests as may be in flight; a new one begins where one has ended."""
+        """Tokens per second, and what each request said until then. Fewer requests in flight than domains: one
+        domain after another."""
         engine.flush("all")
-        requests = self._requests(count, temperature, turn, new)
-        clock = time.process_time if engine.config.device == "cpu" else time.perf_counter
-        began = clock()
-        waiting, said = list(reversed(requests)), []
-        while waiting:
-            # Never more in flight than asked for: the next ones wait here.
-            part = [waiting.pop() for _ in range(min(count, len(waiting)))]
-            said += [sample.ids.tolist() for group in engine.generate(part) for sample in group.samples]
-        return clock() - began, said
+        requests = self._requests(count, temperature, turn)
+        tokens, seconds, said = 0, 0.0, []
+        for start in range(0, len(requests), count):
+            ids, fresh, took = self._decode(engine, requests[start : start + count], new)
+            tokens, seconds, said = tokens + fresh, seconds + took, said + ids
+        return tokens / seconds, said
 
-    def _requests(self, count: int, temperature: float, turn: int, new: int) -> list[GroupRequest]:
-        total = max(count * self.rounds, len(self.domains))
+    def _decode(self, engine: Engine, requests: list[GroupRequest], new: int) -> tuple[list[list[int]], int, float]:
+        """What was said, tokens that were measured, and their seconds."""
+        sinks, counters = [Collector() for _ in requests], engine.counters
+        clock = time.process_time if engine.config.device == "cpu" else time.perf_counter
+
+        def run(tokens: int) -> int:
+            began = counters.generated_tokens
+            while counters.generated_tokens - began < tokens and not any(sink.ended for sink in sinks):
+                engine.step()
+            return counters.generated_tokens - began
+
+        for request, sink in zip(requests, sinks, strict=True):
+            engine.add_group(request, sink)
+        while (gauges := engine.gauges()).waiting or gauges.prefilling:
+            engine.step()
+        run(len(requests) * new // 5)
+        began = clock()
+        tokens = run(len(requests) * new)
+        seconds = clock() - began
+        engine.abort([request.group_id for request in requests])
+        return [sample.ids.tolist() for sink in sinks for sample in sink.result().samples], tokens, seconds
+
+    def _requests(self, count: int, temperature: float, turn: int) -> list[GroupRequest]:
+        total = max(count, len(self.domains))
         share = -(-total // len(self.domains))
         asked = [
             [(domain.rsplit("/", 1)[-1].removesuffix(".jsonl"), ids) for ids in self.prompts(domain, share)]
             for domain in self.domains
         ]
         mixed = list(itertools.chain.from_iterable(zip(*asked, strict=True)))[:total]
-        sampling = SamplingParams(temperature=temperature, max_new=new, ignore_eos=True, seed=7)
+        sampling = SamplingParams(temperature=temperature, max_new=LONGEST * self.new, ignore_eos=True, seed=7)
         return [
             GroupRequest(group_id=f"{turn}-{i}", prompt_ids=ids, sampling=sampling, domain=domain)
             for i, (domain, ids) in enumerate(mixed)
@@ -132,7 +157,9 @@ def of_shape(args: argparse.Namespace, folder: Path) -> Sweep:
     from engine.build import build_parts
 
     spec = chain_spec(args.shape, args.layers)
-    chain, prompt = Chain(spec.vocab_size), CONTEXT - NEW // 2
+    chain, new = Chain(spec.vocab_size), args.new or NEW // 2
+    # While it is measured a request has said seven tenths of `new` on average.
+    prompt = CONTEXT - 7 * new // 10
 
     def drafter(window: int | None) -> str:
         block = window or DRAFTS
@@ -142,13 +169,13 @@ def of_shape(args: argparse.Namespace, folder: Path) -> Sweep:
         return str(path)
 
     def make(side: str) -> Engine:
-        config = _config(args, _dspark(args, side, drafter), CONTEXT + NEW)
+        config = _config(args, _dspark(args, side, drafter), prompt + LONGEST * new)
         return Engine(build_parts(spec, config, lambda model: fill_target(model, chain)))
 
     def prompts(domain: str, count: int) -> list[np.ndarray]:
         return chain.prompts(domain, count, prompt, 0)
 
-    return Sweep(make, prompts, list(CLASSES), args.new or NEW, args.repeats, args.rounds, args.warm_up)
+    return Sweep(make, prompts, list(CLASSES), new, args.repeats, args.warm_up)
 
 
 def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
@@ -160,8 +187,8 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
     from rollout.text.codec import TextCodec
 
     model, drafter = resolve_model(args.model), resolve_drafter(args.drafter)
-    codec, new = TextCodec(model), args.new or 256
-    most = -(-max(max(args.concurrency) * args.rounds, len(args.domains)) // len(args.domains))
+    codec, new = TextCodec(model), args.new or 192
+    most = -(-max(*args.concurrency, len(args.domains)) // len(args.domains))
 
     @functools.cache
     def every(domain: str) -> list[np.ndarray]:
@@ -175,12 +202,12 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
         ]
 
     def make(side: str) -> Engine:
-        config = _config(args, _dspark(args, side, lambda window: shortened(drafter, window, folder)), 512 + new)
+        config = _config(
+            args, _dspark(args, side, lambda window: shortened(drafter, window, folder)), 512 + LONGEST * new
+        )
         return Engine.from_pretrained(model, config)
 
-    return Sweep(
-        make, lambda domain, count: every(domain)[:count], args.domains, new, args.repeats, args.rounds, args.warm_up
-    )
+    return Sweep(make, lambda domain, count: every(domain)[:count], args.domains, new, args.repeats, args.warm_up)
 
 
 def shortened(drafter: str, window: int | None, folder: Path) -> str:
@@ -216,10 +243,9 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 3, 5, 7], help="windows of the other sides")
     parser.add_argument("--sides", nargs="+", help="only these: none, adaptive, 'fixed 3' ...")
     parser.add_argument("--rule", default="coupled", choices=["coupled", "rejection"])
-    parser.add_argument("--new", type=int, help="tokens of a request")
-    parser.add_argument("--rounds", type=int, default=1, help="requests, in units of the concurrency")
+    parser.add_argument("--new", type=int, help="tokens of a request that are measured, on average")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--warm-up", type=int, help="tokens of a request in the play before those")
+    parser.add_argument("--warm-up", type=int, help="the same of the play before those")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")

@@ -12,6 +12,7 @@ ranked by what whole windows yield too: drafts that were chosen for their confid
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ def rows_of(found: Found, sides: Sequence[str], bounds: Bounds) -> list[Row]:
         if "none" in here:
             bound = bounds.single if (count, temperature) == (1, 0) else bounds.none
             rows.append(at_least(case, "adaptive / none", chosen.rate / here["none"].rate, "x", bound))
-            equal = np.mean([a == b for a, b in zip(chosen.ids, here["none"].ids, strict=True)])
+            # Each was stopped where it stood.
+            pairs = zip(chosen.ids, here["none"].ids, strict=True)
+            equal = np.mean([all(map(operator.eq, a, b)) for a, b in pairs])
             rows.append(Row(case, "samples equal to none's", float(equal), ""))
         if fixed:
             bound = bounds.fixed_at_256 if count == 256 else bounds.fixed

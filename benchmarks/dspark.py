@@ -75,9 +75,12 @@ class Sweep:
 
     def _measure(self, engine: Engine, count: int, temperature: float) -> Measured:
         self._play(engine, count, temperature, -1, self.warm_up or self.new)
-        before = engine.draft_report()
+        before, counters = engine.draft_report(), engine.counters
+        idle, busy = counters.round_idle_seconds, counters.round_busy_seconds
         plays = [self._play(engine, count, temperature, turn, self.new) for turn in range(self.repeats)]
-        return Measured(max(rate for rate, _ in plays), plays[-1][1], engine.draft_report().since(before))
+        idle, busy = counters.round_idle_seconds - idle, counters.round_busy_seconds - busy
+        told = engine.draft_report().since(before)
+        return Measured(max(rate for rate, _ in plays), plays[-1][1], told, idle / busy if busy else None)
 
     def _play(
         self, engine: Engine, count: int, temperature: float, turn: int, new: int

@@ -27,11 +27,13 @@ ALIKE = 0.02
 
 @dataclass(slots=True)
 class Measured:
-    """Of one engine at one concurrency and temperature: tokens per second, what was said, what was counted."""
+    """Of one engine at one concurrency and temperature: tokens per second, what was said, what was counted, and the
+    time in which a device had nothing to do between rounds over that of rounds, where it runs them by itself."""
 
     rate: float
     ids: list[list[int]]
     report: DraftReport
+    idle: float | None = None
 
 
 Found = Mapping[tuple[str, int, float], Measured]
@@ -70,22 +72,27 @@ def rows_of(found: Found, sides: Sequence[str], bounds: Bounds) -> list[Row]:
         if fixed:
             bound = bounds.fixed_at_256 if count == 256 else bounds.fixed
             rows.append(at_least(case, "adaptive / best fixed", chosen.rate / max(fixed), "x", bound))
-        rows += _counted(case, chosen.report)
+        rows += _counted(case, chosen)
         whole = here.get(f"fixed {chosen.report.drafts}")
         if whole is not None:
             rows += _against_whole(case, chosen.report, whole.report, temperature == 1, count == most)
     return rows
 
 
-def _counted(case: str, counted: DraftReport) -> list[Row]:
+def _counted(case: str, measured: Measured) -> list[Row]:
+    """Planning goes on while a device runs rounds: what it adds is the time for which the device waits."""
+    counted, idle = measured.report, measured.idle
     rows = [Row(case, f"adaptive: {name}", value, "") for name, value in counted.figures().items() if value == value]
     for domain in filter(None, counted.domains):
         rows.append(Row(case, f"adaptive: window, {domain}", _window(counted, domain), "drafts"))
     for name, value in counted.costs().items():
         if value == value and name == "planning_share":
-            rows.append(at_most(case, "adaptive: planning / step time", value, "", 0.02))
+            label = "adaptive: planning / step time"
+            rows.append(Row(case, label, value, "") if idle is not None else at_most(case, label, value, "", 0.02))
         elif value == value and not name.startswith("utilisation"):
             rows.append(Row(case, f"adaptive: {name}", value, ""))
+    if idle is not None:
+        rows.append(at_most(case, "adaptive: device waits / round time", idle, "", 0.02))
     return rows
 
 

@@ -23,7 +23,8 @@ class EngineCounters:
     adapters take turns than `adapters.stacked_ranks` has room for.
     `device_rounds` of speculation were launched ahead by the overlapped loop; in `serial_rounds` it left the
     step to the serial loop, as the engine has no rounds on the device. In `shared_rounds`, some of `device_rounds`,
-    rows read their common prefixes once.
+    rows read their common prefixes once. Of rounds behind rounds the device was busy for `round_busy_seconds`, and had
+    nothing to do before them for `round_idle_seconds`: what the host's planning and bookkeeping add.
     Units of the host tier (pages, window pages, states): `host_spilled` went to the host, `host_restored` came back,
     `host_dropped` were given up there, `host_failed` did not arrive whole, which costs a miss. Of `hit_tokens`,
     `host_hit_tokens` were hits only because they came back.
@@ -60,6 +61,8 @@ class EngineCounters:
     device_rounds: int = 0
     serial_rounds: int = 0
     shared_rounds: int = 0
+    round_busy_seconds: float = 0.0
+    round_idle_seconds: float = 0.0
     host_spilled: int = 0
     host_restored: int = 0
     host_dropped: int = 0

@@ -54,11 +54,22 @@ class RoundResult:
     def __init__(self, rows: HostCopy, records: list[torch.Tensor], verify: int, slots: int) -> None:
         self._rows, self._records = rows, records
         self.verify, self.slots = verify, slots
+        self.edges: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """The device's time before the first round and behind the last one."""
 
     def wait(self) -> tuple[HostResult, list[np.ndarray]]:
         """Tokens, and int32 [B, F] of every round."""
         result = self._rows.wait()
         return result, [record.numpy() for record in self._records]
+
+    def seconds_behind(self, before: RoundResult) -> tuple[float, float]:
+        """How long the device had nothing to do between the rounds `before` and these, and how long these took; of
+        results that are there."""
+        if self.edges is None or before.edges is None:
+            return 0.0, 0.0
+        return max(0.0, before.edges[1].elapsed_time(self.edges[0])) / 1e3, self.edges[0].elapsed_time(
+            self.edges[1]
+        ) / 1e3
 
 
 class RoundStepper:
@@ -133,6 +144,7 @@ class RoundStepper:
         """Enqueue the plan's rounds. Pages are reserved."""
         captured, (tier, verify, slots, *_) = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
+        began = self._mark()
         adapters = captured.launches.adapters
         if adapters is not None:
             self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
@@ -149,7 +161,17 @@ class RoundStepper:
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
-        return RoundResult(copy, records, verify, slots)
+        result, ended = RoundResult(copy, records, verify, slots), self._mark()
+        if began is not None and ended is not None:
+            result.edges = began, ended
+        return result
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._table.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, _Key]:
         verify, slots = self.tier(plan.verify), 0

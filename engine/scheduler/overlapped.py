@@ -166,18 +166,18 @@ class OverlappedLoop:
             if not samples:
                 return None
         self._hand_over(samples)
-        return self._run(samples, steps, planned)
+        return self._run(samples, steps, planned, None if previous is None else previous.planned)
 
     def _plan(self, samples: list[Sample]) -> Planned | None:
         if self._rounds is None or not self._asks():
             return None
         return self._rounds.plan(samples)
 
-    def _run(self, samples: list[Sample], steps: int, planned: Planned | None) -> Burst:
+    def _run(self, samples: list[Sample], steps: int, planned: Planned | None, before: Planned | None) -> Burst:
         keys, captures = [_key(s) for s in samples], self._counters.graph_captures
         self._counters.steps += steps
         if planned is not None and self._rounds is not None:
-            most, result = steps * self._rounds.window, self._rounds.launch(planned, steps)
+            most, result = steps * self._rounds.window, self._rounds.launch(planned, steps, before)
         else:
             most, result = steps, self._stepper.run(samples, [_slot(s) for s in samples], steps)
             if self._speculation is not None:

@@ -52,6 +52,8 @@ class Planned:
     proposal: Proposal | None
     verify: int = 0
     slots: int = 0
+    result: RoundResult | None = None
+    before: RoundResult | None = None
 
 
 class DeviceRounds:
@@ -114,8 +116,9 @@ class DeviceRounds:
             end = min(sample.length + count, len(sample.group.prompt) + sample.row.params.max_new)
             self._pages.reserve(sample.sequence, min(end + block, self._context_len))
 
-    def launch(self, planned: Planned, rounds: int) -> RoundResult:
-        """Enqueue them. Pages are reserved, and the device has the rows' state."""
+    def launch(self, planned: Planned, rounds: int, before: Planned | None) -> RoundResult:
+        """Enqueue them. Pages are reserved, and the device has the rows' state. Rounds `before` are the last thing
+        that it was given."""
         step, config = planned.step, self._speculation.config
         slots = [_slot(sample) for sample in step.samples]
         table = self._pages.table
@@ -149,12 +152,18 @@ class DeviceRounds:
         )
         self._counters.device_rounds += rounds
         result = self._stepper.run(plan, step.samples)
-        planned.verify, planned.slots = result.verify, result.slots
+        planned.verify, planned.slots, planned.result = result.verify, result.slots, result
+        planned.before = None if before is None else before.result
         return result
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
         """Give samples what rounds brought, `seconds` each where that is known."""
         (host, records), step = result, planned.step
+        if planned.result is not None and planned.before is not None:
+            idle, busy = planned.result.seconds_behind(planned.before)
+            self._counters.round_idle_seconds += idle
+            self._counters.round_busy_seconds += busy
+            planned.before = None
         record_RBF = np.stack(records)
         running_B = np.array(
             [

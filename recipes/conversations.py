@@ -1,7 +1,7 @@
 """Conversations from files and data sets, as dialogues whose assistant turns are to be written anew.
 
 Owns the formats, the readers and their errors, which name file, line and field. Local JSONL is read here,
-line by line; Parquet files and hub names go through `datasets`. Given assistant turns are dropped: the
+line by line; Parquet files and hub names go through `datasets`. Given assistant turns are kept apart: the
 target answers for itself. Ignores templates and tokens.
 
 A record holds one of `messages` [{role, content}], `conversations` [{from, value}] (ShareGPT), `turns`
@@ -54,7 +54,18 @@ def to_dialogue(record: Any, place: str, key: str, domain: str) -> Dialogue:
         raise InvalidRequest(field=f"{place} {given[0]}", expected="one system message, in front", actual=len(system))
     if not isinstance(own := record.get("domain", domain), str) or not own:
         raise InvalidRequest(field=f"{place} domain", expected="a text", actual=own)
-    return Dialogue(key, own, (*system, users[0]), tuple(users[1:]))
+    return Dialogue(key, own, (*system, users[0]), tuple(users[1:]), _given(messages))
+
+
+def _given(messages: list[Message]) -> tuple[str, ...]:
+    """Answers to the first user turn, the second, and so on, as far as each has one right behind it."""
+    given = []
+    for place, message in enumerate(messages):
+        if message.role == "user":
+            if place + 1 == len(messages) or messages[place + 1].role != "assistant":
+                break
+            given.append(messages[place + 1].content)
+    return tuple(given)
 
 
 def _messages(value: Any, place: str) -> list[Message]:

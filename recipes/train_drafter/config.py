@@ -31,16 +31,20 @@ class TaughtModel:
 class PromptConfig:
     """`sources` are named sets (`recipes.prompt_sets`), .jsonl or .parquet files, or data sets on a hub. Of each,
     `training` conversations are answered for training and `held_out` others are kept for evaluation. With
-    "sums" the target's own task is asked."""
+    "sums" the target's own task is asked. `answers` to learn from are "sampled" from the target, or those "given"
+    in the data, which somebody else wrote: a drafter of those accepts less."""
 
     sources: tuple[str, ...] = ("math", "chat", "poetry")
     training: int = 4000
     held_out: int = 32
+    answers: Literal["sampled", "given"] = "sampled"
 
     def __post_init__(self) -> None:
         for name in ("training", "held_out"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(field=f"prompts.{name}", expected="at least 1", actual=getattr(self, name))
+        if self.answers not in ("sampled", "given"):
+            raise InvalidRequest(field="prompts.answers", expected="sampled or given", actual=self.answers)
         if not self.sources:
             raise InvalidRequest(field="prompts.sources", expected="at least one", actual=())
 
@@ -174,23 +178,23 @@ def tiny() -> TrainDrafterConfig:
 
 def smollm2() -> TrainDrafterConfig:
     """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. States
-    of 7 kB a token, some 17 GB, stay on the GPU: a step takes less time than computing its states anew would. A
-    step is one micro-batch, whose logits exist in halves of 1.4 GB each of drafter and target."""
+    of 7 kB a token, some 36 GB, stay on the GPU: a step takes less time than computing its states anew would. A
+    step is one micro-batch, whose logits of drafter and target take 1.4 GB each."""
     return TrainDrafterConfig(
         output=Path("outputs/drafter_smollm2"),
         target=ChatModel(),
         prompts=PromptConfig(training=6000, held_out=32),
-        features=FeatureConfig(source="memory"),
+        features=FeatureConfig(source="memory", max_gib=48.0),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=4000, anchors=64, max_slots=131072, chunk=2048),
+        optim=DraftOptimConfig(steps=4000, learning_rate=1e-3, anchors=64, max_slots=131072, chunk=2048),
         evaluation=EvaluationConfig(every=250, max_new=256, batch=96, fit_samples=4),
         engine=EngineConfig(
             dtype="bfloat16",
             cache=CacheConfig(page_size=16, kv_tokens=262144),
             scheduler=SchedulerConfig(max_running=512, prefill_tokens=8192),
         ),
-        batch=64,
+        batch=32,
         portion=1024,
         checkpoint_every=500,
     )
@@ -203,4 +207,10 @@ def smollm2_dflash() -> TrainDrafterConfig:
     return replace(base, output=Path("outputs/drafter_smollm2_dflash"), shape=shape)
 
 
-PRESETS = {"tiny": tiny, "smollm2": smollm2, "smollm2_dflash": smollm2_dflash}
+def smollm2_rnn() -> TrainDrafterConfig:
+    """The same with a sequential head that carries a state over the block."""
+    base = smollm2()
+    return replace(base, output=Path("outputs/drafter_smollm2_rnn"), shape=replace(base.shape, markov_head="rnn"))
+
+
+PRESETS = {"tiny": tiny, "smollm2": smollm2, "smollm2_dflash": smollm2_dflash, "smollm2_rnn": smollm2_rnn}

@@ -20,7 +20,8 @@ from recipes.train_drafter.target import Target
 from trainer_bridge.drafter.examples import DraftExample, ExampleLog, keep_supervised, read_examples
 from trainer_bridge.drafter.feature_cache import CacheOrigin, FeatureCache, FeatureCacheWriter, cache_bytes
 from trainer_bridge.drafter.features import FeatureScorer
-from trainer_bridge.drafter.responses import Dialogue, Responder, mean_length, regenerate
+from trainer_bridge.drafter.given import GivenAnswers
+from trainer_bridge.drafter.responses import Answers, Dialogue, Responder, mean_length, regenerate
 from trainer_bridge.drafter.stream import FeatureSource, KeptFeatures, LiveFeatures
 
 GIB = float(1 << 30)
@@ -48,13 +49,16 @@ class Estimate:
         ]
 
 
-def make_responder(config: TrainDrafterConfig, target: Target, parts: Parts) -> Responder:
+def make_responder(config: TrainDrafterConfig, target: Target, parts: Parts, held_out: bool = False) -> Answers:
+    """What is held out is always answered by the target: it is what a drafter will meet."""
+    if config.prompts.answers == "given" and not held_out:
+        return GivenAnswers(target.codec, target.stop_ids[0], config.sampling.max_new)
     return Responder(Engine(parts), target.codec, config.sampling, target.stop_ids)
 
 
 def estimate(
     config: TrainDrafterConfig,
-    responder: Responder,
+    responder: Answers,
     scorer: FeatureScorer,
     origin: CacheOrigin,
     dialogues: Sequence[Dialogue],
@@ -81,7 +85,7 @@ def estimate(
 
 def answer(
     config: TrainDrafterConfig,
-    responder: Responder,
+    responder: Answers,
     dialogues: Sequence[Dialogue],
     path: Path,
     name: str,

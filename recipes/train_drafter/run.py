@@ -157,7 +157,7 @@ class DrafterRun:
     def _answers(self, dialogues: list[Dialogue], path: Path, name: str) -> bool:
         if not self.ranks.first:
             return True
-        responder = make_responder(self.config, self.target, self.parts)
+        responder = make_responder(self.config, self.target, self.parts, held_out=name == "held out")
         return answer(self.config, responder, dialogues, path, name, self.display, self.clock)
 
     def _export(self, judged: Judgement, examples: int, tokens: int) -> Path:
@@ -169,8 +169,10 @@ class DrafterRun:
             target_digest=self.origin.target_digest,
             data=[
                 f"{examples:,} conversations ({', '.join(config.prompts.sources)}), {tokens:,} tokens",
-                f"answers written by the target: temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, "
-                f"top-k {sampling.top_k}, at most {sampling.max_new} tokens",
+                "answers as given, written by somebody else"
+                if config.prompts.answers == "given"
+                else f"answers written by the target: temperature {sampling.temperature:g}, top-p "
+                f"{sampling.top_p:g}, top-k {sampling.top_k}, at most {sampling.max_new} tokens",
             ],
             notes=[
                 f"{line}" for part in ("loss", "optim", "shape") for line in describe(getattr(config, part), f"{part}.")

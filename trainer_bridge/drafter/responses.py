@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -24,12 +25,14 @@ from trainer_bridge.episodes import Turn, play
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One side of a conversation: what is said before the first answer, then what follows each answer."""
+    """One side of a conversation: what is said before the first answer, then what follows each answer. `given` are
+    answers of somebody else, from the first on, which the target never hears."""
 
     key: str
     domain: str
     opening: tuple[Message, ...]
     following: tuple[Message, ...] = ()
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.opening or not any(message.content for message in self.opening):
@@ -52,6 +55,12 @@ class _Scripted:
             return Outcome(0.0)
         self._said += 1
         return Outcome(0.0, done=False, observation=Observation(messages=(following[self._said - 1],)))
+
+
+class Answers(Protocol):
+    """Where examples come from."""
+
+    def respond(self, dialogues: Sequence[Dialogue]) -> list[DraftExample]: ...
 
 
 class Responder:
@@ -107,7 +116,7 @@ class Responder:
 
 
 def regenerate(
-    responder: Responder,
+    responder: Answers,
     dialogues: Sequence[Dialogue],
     log: ExampleLog,
     portion: int,

@@ -31,6 +31,7 @@ def test_all_formats_say_the_same():
     assert one == to_dialogue({"conversations": shared}, "p", "k", "d")
     assert [m.content for m in one.opening] == ["Be brief.", "Hi"] and [m.content for m in one.following] == ["Bye"]
     assert to_dialogue({"turns": ["Hi", "Bye"]}, "p", "k", "d").following == one.following
+    assert one.given == ("Hello",) and to_dialogue({"messages": CHAT[1::2]}, "p", "k", "d").given == ()
     assert to_dialogue({"prompt": "Hi", "domain": "own"}, "p", "k", "d").domain == "own"
 
 

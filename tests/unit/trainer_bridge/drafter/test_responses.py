@@ -1,6 +1,7 @@
 """Answers the target writes, turn after turn, and the file they are kept in."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from engine.errors import InvalidRequest
 from tests.unit.trainer_bridge.drafter.worlds import parts_of
 from trainer_bridge.drafter.config import SamplingConfig
 from trainer_bridge.drafter.examples import ExampleLog, keep_supervised, read_examples, stretches
+from trainer_bridge.drafter.given import GivenAnswers
 from trainer_bridge.drafter.responses import Dialogue, Responder, regenerate
 from trainer_bridge.environment import Message
 
@@ -20,8 +22,10 @@ class Codes:
     """A codec whose text is a list of ids; every message ends with 500."""
 
     def render(self, messages, *, first):
-        ids = [int(word) for message in messages for word in message.content.split()] + [500]
-        return [499, *ids] if first else ids
+        asked = [message for message in messages if message.role == "user"]
+        ids = [int(word) for message in asked for word in message.content.split()] + [500]
+        begun = [int(word) for message in messages[len(asked) :] for word in message.content.split()]
+        return [499, *ids, *begun] if first else ids + begun
 
     def decode(self, ids):
         return " ".join(map(str, ids))
@@ -47,6 +51,17 @@ def test_every_answer_is_supervised_and_nothing_else(world):
     assert len(spans) == 3 and [end - start for start, end in spans] == [1, 1, 1]
     assert [i for i, on in zip(ids, mask, strict=True) if not on] == [499, 1, 2, 500, 3, 500, 4, 5, 500]
     assert got.key == "a/0" and got.domain == "numbers"
+
+
+def test_given_answers_are_supervised_as_sampled_ones_are():
+    answers = GivenAnswers(Codes(), END, max_new=4)
+    talk = Dialogue("a", "numbers", (Message("user", "1 2"),), (Message("user", "3"),), ("8 9", "10 11 12 13 14"))
+    got, cut = answers.respond(
+        [talk, Dialogue("n", "d", (Message("user", "1"),)), replace(talk, given=("8 9 10 11 12",))]
+    )
+    assert got.ids[got.mask].tolist() == [8, 9, END, 10, 11, 12, 13] and len(stretches(got.mask)) == 2
+    assert got.ids[~got.mask].tolist() == [499, 1, 2, 500, 3, 500]
+    assert cut.ids.tolist() == [499, 1, 2, 500, 8, 9, 10, 11] and got.key == "a/0"
 
 
 def test_an_answer_cut_by_its_length_ends_the_conversation(world):

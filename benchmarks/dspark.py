@@ -61,6 +61,8 @@ class Sweep:
     def run(self, sides: Sequence[str], concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
         for side in sides:
             engine = self.make(side)
+            gc.collect()
+            gc.freeze()  # as an engine's actor does
             for count in concurrency:
                 for temperature in temperatures:
                     made = engine.counters.graph_captures
@@ -69,6 +71,7 @@ class Sweep:
                     case = f"{side:>10}  {count:>4} requests  T = {temperature:g}"
                     print(f"{case}  {measured.rate:>10,.1f} tok/s  ({made} graphs made)", flush=True)
             del engine
+            gc.unfreeze()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -43,8 +43,8 @@ _STREAK = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What decides a step's time: `rows` requests, `tier` verify rows with padding, whether a draft is
-    made and which `share` of the requests' whole blocks, distinct context tokens read, and the sum over
+    """What decides a step's time: `rows` requests and `tier` verify rows, both with padding, whether a draft is
+    made and which `share` of the rows' whole blocks, distinct context tokens read, and the sum over
     requests of context times queries."""
 
     rows: int
@@ -141,17 +141,18 @@ class CostModel:
 
     def times(
         self,
-        rows: int,
+        rows: int | np.ndarray,
         tiers_C: np.ndarray,
         drafting: bool,
         tokens_read: float,
         context_queries_C: np.ndarray,
         shares_C: np.ndarray | float = 1.0,
     ) -> np.ndarray:
-        """The same for steps of one batch that differ in what they draft and verify."""
+        """The same for steps of one batch that differ in what they draft and verify, and in rows where some pad
+        them."""
         count = len(self._row_knots)
         rows_K, draft_K = self._coefficients_D[:count], self._coefficients_D[count : 2 * count]
-        base = sum(weight * rows_K[place] for place, weight in _between(self._row_knots, rows))
+        base = _along(self._row_knots, rows_K, np.asarray(rows, dtype=np.float64))
         if drafting:
             base = base + _along(self._row_knots, draft_K, rows * np.asarray(shares_C))
         tier_K = np.concatenate(((0.0,), self._coefficients_D[2 * count : -2]))

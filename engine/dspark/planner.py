@@ -116,8 +116,12 @@ class Graphs(Protocol):
         """What making one more takes."""
         ...
 
-    def ready(self, rows: int) -> Sequence[tuple[int, int]]:
-        """(verify rows, drafts made, 0 for all) of those there are for so many requests."""
+    def row_tier(self, rows: int) -> int:
+        """Rows of one that is made for so many requests."""
+        ...
+
+    def ready(self, rows: int) -> Sequence[tuple[int, int, int]]:
+        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests."""
         ...
 
 
@@ -200,13 +204,15 @@ class Planner:
         tokens_M = rows + np.cumsum(values_BG.T.ravel()[order])
         context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])
 
-        def best(tiers_C: np.ndarray, budgets_C: np.ndarray, slots_C: np.ndarray, capture: bool) -> Choice | None:
-            """`slots_C` are computed, as far as there are requests for them."""
+        def best(
+            padded_C: np.ndarray, tiers_C: np.ndarray, budgets_C: np.ndarray, slots_C: np.ndarray, capture: bool
+        ) -> Choice | None:
+            """`slots_C` are computed, as far as there are requests for them, over `padded_C` rows."""
             if not len(tiers_C):
                 return None
-            shares_C = slots_C / (rows * whole) if self._ragged else 1.0
+            shares_C = slots_C / (padded_C * whole) if self._ragged else 1.0
             reads = outlook.tokens_read, context_M[budgets_C - 1]
-            seconds_C = self._cost.times(rows, tiers_C, True, *reads, shares_C)
+            seconds_C = self._cost.times(padded_C, tiers_C, True, *reads, shares_C)
             tokens_C = tokens_M[budgets_C - 1]
             place = self._kept(tiers_C, tokens_C / seconds_C)
             return Choice(
@@ -222,15 +228,16 @@ class Planner:
         tiers_C = self._reachable(rows + least, rows + most)
         budgets_C = np.minimum(tiers_C - rows, most)
         slots_C = self._slots(budgets_C, most) if self._ragged else np.full(len(tiers_C), most)
-        found = best(tiers_C, budgets_C, slots_C, True)
+        padded = rows if self._graphs is None else self._graphs.row_tier(rows)
+        found = best(np.full(len(tiers_C), padded), tiers_C, budgets_C, slots_C, True)
         if self._graphs is None:
             return found, None
-        there_C2 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 2)
-        tiers_C = there_C2[:, 0]
-        slots_C = np.where(there_C2[:, 1] > 0, there_C2[:, 1], most)
+        there_C3 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 3)
+        padded_C, tiers_C = there_C3[:, 0], there_C3[:, 1]
+        slots_C = np.where(there_C3[:, 2] > 0, there_C3[:, 2], most)
         budgets_C = np.minimum(np.minimum(tiers_C - rows, most), slots_C)
-        fit_C = budgets_C >= least
-        return found, best(tiers_C[fit_C], budgets_C[fit_C], slots_C[fit_C], False)
+        keep_C = (budgets_C >= least) & ~_outdone(np.stack((padded_C, tiers_C, slots_C, -budgets_C), axis=1))
+        return found, best(padded_C[keep_C], tiers_C[keep_C], budgets_C[keep_C], slots_C[keep_C], False)
 
     def _kept(self, tiers_C: np.ndarray, rates_C: np.ndarray) -> int:
         """The best, or the last step's tier where it is hardly worse."""
@@ -283,6 +290,13 @@ class Planner:
         place = int(np.searchsorted(self._tiers, rows))
         assert place < len(self._tiers), f"{rows} rows, the largest tier holds {self._tiers[-1]}"
         return int(self._tiers[place])
+
+
+def _outdone(costs_CN: np.ndarray) -> np.ndarray:
+    """Whether another is nowhere more and somewhere less, bool [C]: a fit that has seen neither is not asked."""
+    no_more_CC = np.all(costs_CN[None] <= costs_CN[:, None], axis=2)
+    less_CC = np.any(costs_CN[None] < costs_CN[:, None], axis=2)
+    return np.any(no_more_CC & less_CC, axis=1)
 
 
 def slots_for(budget: int, most: int) -> int:

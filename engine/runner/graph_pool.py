@@ -33,7 +33,7 @@ class GraphPool:
         self.num_bytes = 0
         """Device memory taken by captures, graphs' own and their pool's."""
         self.seconds = _SECONDS
-        """What a capture takes at best, as far as is known."""
+        """What a capture takes at best, as far as is known, with nothing to compile."""
         self._captures = 0
         self.forget()
 
@@ -58,15 +58,15 @@ class GraphPool:
         free = torch.cuda.mem_get_info(self._device)[0]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         _, graph = compile_ahead(launches, stream, self._memory)
+        if graph is not None:
+            self.seconds = min(self.seconds, time.perf_counter() - began)
         if graph is None or self._captures < _WARM:
             graph = self._after_a_run(launches, what)
         if graph is None:
             return None
         self._captures += 1
         self.num_bytes += max(1, free - torch.cuda.mem_get_info(self._device)[0])
-        seconds = time.perf_counter() - began
-        self.seconds = min(self.seconds, seconds)
-        self._counters.graph_capture_seconds += seconds
+        self._counters.graph_capture_seconds += time.perf_counter() - began
         return graph.replay
 
     def _after_a_run(self, launches: Callable[[], object], what: str) -> torch.cuda.CUDAGraph | None:
@@ -75,9 +75,13 @@ class GraphPool:
         with torch.cuda.stream(stream):
             launches()
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
         try:
             try:
-                return capture(launches, stream, self._memory)
+                graph = capture(launches, stream, self._memory)
+                self.seconds = min(self.seconds, time.perf_counter() - began)
+                return graph
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # which torch cannot do by itself during a capture
                 return capture(launches, stream, self._memory)

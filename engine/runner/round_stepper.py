@@ -49,11 +49,11 @@ whether rows share prefixes."""
 
 class RoundResult:
     """A burst's results on their way to the host: those of a burst of steps, and each round's records. `verify` rows
-    and `slots` of blocks, 0 where those are whole, are what the graph computed."""
+    and `slots` of blocks, 0 where those are whole, are what the graph computed, over `padded` rows."""
 
-    def __init__(self, rows: HostCopy, records: list[torch.Tensor], verify: int, slots: int) -> None:
+    def __init__(self, rows: HostCopy, records: list[torch.Tensor], padded: int, verify: int, slots: int) -> None:
         self._rows, self._records = rows, records
-        self.verify, self.slots = verify, slots
+        self.padded, self.verify, self.slots = padded, verify, slots
         self.edges: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """The device's time before the first round and behind the last one."""
 
@@ -114,12 +114,12 @@ class RoundStepper:
         """What one more graph takes, at best; nothing where there are none."""
         return self._graphs.seconds if self._graphs.exists else 0.0
 
-    def ready(self, rows: int) -> list[tuple[int, int]]:
-        """(verify rows, block slots) of the graphs there are for so many rows, of the kind that ran last. Blocks by
-        request cost by their slots, so that rows to spare cost next to nothing."""
-        least = self._row_tier(rows)
+    def ready(self, rows: int) -> list[tuple[int, int, int]]:
+        """(rows, verify rows, block slots) of the graphs there are for so many rows, of the kind that ran last. Blocks
+        by request cost by their slots, so that rows to spare cost little."""
+        least = self.row_tier(rows)
         return [
-            (verify, slots)
+            (tier, verify, slots)
             for tier, verify, slots, *kind in self._captured
             if tuple(kind) == self._kind and (tier == least or (slots and tier > least))
         ]
@@ -161,7 +161,7 @@ class RoundStepper:
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
-        result, ended = RoundResult(copy, records, verify, slots), self._mark()
+        result, ended = RoundResult(copy, records, tier, verify, slots), self._mark()
         if began is not None and ended is not None:
             result.edges = began, ended
         return result
@@ -183,7 +183,7 @@ class RoundStepper:
         if plan.adapters and self._parts.adapters is not None:
             variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
         self._kind = (plan.modes, variant, bool(plan.prefixes))
-        key = (self._row_tier(plan.rows), verify, slots, *self._kind)
+        key = (self.row_tier(plan.rows), verify, slots, *self._kind)
         if key not in self._captured and not plan.capture:
             key = self._roomy(key) or key
         captured = self._captured.get(key)
@@ -201,7 +201,8 @@ class RoundStepper:
         ]
         return min(fitting, key=lambda other: (other[1], other[2], other[0]), default=None)
 
-    def _row_tier(self, rows: int) -> int:
+    def row_tier(self, rows: int) -> int:
+        """Rows of the graph that is made for these."""
         return self._row_tiers[bisect.bisect_left(self._row_tiers, rows)]
 
     def _drop_moved(self) -> None:

@@ -109,14 +109,14 @@ class RoundSweep:
         if shape.drafting:
             ran = self._stepper.run(self._round(shape, slots, tables_BP), [])
             ran.wait()
-            share = ran.slots / (shape.rows * self._drafts) if ran.slots else 1.0
-            shape, count = replace(shape, tier=ran.verify, share=share), _ROUNDS
+            share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
+            shape, count = replace(shape, rows=ran.padded, tier=ran.verify, share=share), _ROUNDS
         else:
             self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
             count = _PLAIN_STEPS
         self._wait()
         seconds = (time.perf_counter() - began) / count
-        self._table.finished_S[: shape.rows] = STOPPED
+        self._table.finished_S[: len(slots)] = STOPPED
         self._table.release(slots)
         return shape, seconds
 

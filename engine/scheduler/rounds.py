@@ -45,13 +45,11 @@ _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
 @dataclass(slots=True)
 class Planned:
     """A round that was decided on, `most[b]` drafts a row at most, and the drafts where the host made them. Once it
-    runs, `verify` rows and `slots` of blocks are what it computes."""
+    runs it has a `result`, `before` which other rounds ran."""
 
     step: DraftStep
     most: list[int]
     proposal: Proposal | None
-    verify: int = 0
-    slots: int = 0
     result: RoundResult | None = None
     before: RoundResult | None = None
 
@@ -152,8 +150,7 @@ class DeviceRounds:
         )
         self._counters.device_rounds += rounds
         result = self._stepper.run(plan, step.samples)
-        planned.verify, planned.slots, planned.result = result.verify, result.slots, result
-        planned.before = None if before is None else before.result
+        planned.result, planned.before = result, None if before is None else before.result
         return result
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
@@ -249,12 +246,14 @@ class DeviceRounds:
             survival_BG=survival_BG,
             verdict=Verdict(accepted, _NOTHING, _chances(values_MPG[:, 2], verified, accepted)),
         )
+        ran = planned.result
+        assert ran is not None, "it ran"
         step.shape = replace(
             foreseen.shape,
-            rows=len(samples),
-            tier=planned.verify,
+            rows=ran.padded,
+            tier=ran.verify,
             context_queries=float((contexts_M * (1 + verified_M)).sum()),
-            share=planned.slots / (len(samples) * drafts) if planned.slots else 1.0,
+            share=ran.slots / (ran.padded * drafts) if ran.slots else 1.0,
         )
         return step
 

@@ -152,7 +152,7 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     assert speculation.cost.observed == 6
     # One row may also run as what two were measured with.
     held = loop._rounds._stepper.ready(1)
-    assert {verify for verify, _ in held} == {2, 4, 6} and len(loop._rounds._stepper.ready(2)) == 2
+    assert {verify for _, verify, _ in held} == {2, 4, 6} and len(loop._rounds._stepper.ready(2)) == 2
     predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 6, True)])
     assert 0 < predicted[0] < predicted[1]
     timeless(engine)

@@ -202,9 +202,11 @@ def test_what_cannot_be_is_refused_by_name(settings, tmp_path, wrong, named):
 
 
 def test_presets_are_whole_configurations():
-    assert set(PRESETS) == {"tiny", "smollm2", "smollm2_dflash"}
-    head, none = PRESETS["smollm2"](), PRESETS["smollm2_dflash"]()
-    assert none.shape.markov_rank == 0 and (none.optim, none.seed, none.batch) == (head.optim, head.seed, head.batch)
+    assert set(PRESETS) == {"tiny", "smollm2", "smollm2_dflash", "smollm2_rnn"}
+    head, none, state = PRESETS["smollm2"](), PRESETS["smollm2_dflash"](), PRESETS["smollm2_rnn"]()
+    assert none.shape.markov_rank == 0 and state.shape.markov_head == "rnn"
+    for twin in (none, state):
+        assert (twin.optim, twin.seed, twin.batch, twin.prompts) == (head.optim, head.seed, head.batch, head.prompts)
     with pytest.raises(InvalidRequest, match=r"features\.source"):
         replace(head.features, **{"source": "disc"})
     with pytest.raises(InvalidRequest, match="preset"):

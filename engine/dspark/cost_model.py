@@ -3,13 +3,14 @@
 Owns one linear model of step time, refined by every measured step, and its record of being wrong.
 Ignores what a step is worth (`engine.dspark.planner`).
 
-    T = rows(R) + [drafting] · draft(R · share) + tier(M) + κ₁ · tokens read + κ₂ · Σ context · queries
+    T = plain(R) or rows(R) + draft(R · share) + tier(M), + κ₁ · tokens read + κ₂ · Σ context · queries
 
-`rows`, `draft` and `tier` are piecewise linear between knots: the number of requests, and the real
-graph tiers, so that a staircase of tiers is met exactly. Tokens read are distinct ones, as a prefix
-shared by a group is read once. The fit is recursive least squares on relative error, from a start-up
-sweep on, over coefficients that may wander (a Kalman filter), so that old steps fade where new ones
-speak, and nowhere else. It never sees which tokens were drafted, so that planning on it leaks nothing.
+The functions are piecewise linear between knots: the number of requests, and the real graph tiers, so that a
+staircase of tiers is met exactly. Steps without drafts have coefficients of their own: what rounds cost beside the
+device's work says nothing of them. Tokens read are distinct ones, as a prefix shared by a group is read once. The
+fit is recursive least squares on relative error, from a start-up sweep on, over coefficients that may wander (a
+Kalman filter), so that old steps fade where new ones speak, and nowhere else. It never sees which tokens were
+drafted, so that planning on it leaks nothing.
 
 Shapes: D coefficients, C candidates.
 """
@@ -94,11 +95,11 @@ class CostModel:
         self._row_knots, self._tier_knots = _knots(row_knots), _knots(tier_knots)
         self._wander = wander
         # The first tier costs nothing beside its rows, or the two would be told apart by nothing.
-        size = 2 * len(self._row_knots) + len(self._tier_knots) - 1 + 2
+        size = 3 * len(self._row_knots) + len(self._tier_knots) - 1 + 4
         self._coefficients_D = np.zeros(size)
         self._covariance_DD = np.eye(size) * _FIRST_VARIANCE
         start = 0
-        for knots in (self._row_knots, self._row_knots, self._tier_knots[1:]):
+        for knots in (*[self._row_knots] * 3, self._tier_knots[1:]):
             block = slice(start, start + len(knots))
             self._covariance_DD[block, block] = _FIRST_VARIANCE * _likeness(knots)
             start += len(knots)
@@ -150,15 +151,18 @@ class CostModel:
     ) -> np.ndarray:
         """The same for steps of one batch that differ in what they draft and verify, and in rows where some pad
         them."""
-        count = len(self._row_knots)
-        rows_K, draft_K = self._coefficients_D[:count], self._coefficients_D[count : 2 * count]
-        base = _along(self._row_knots, rows_K, np.asarray(rows, dtype=np.float64))
+        count, rows = len(self._row_knots), np.asarray(rows, dtype=np.float64)
+        plain_K, rows_K, draft_K = self._coefficients_D[: 3 * count].reshape(3, count)
         if drafting:
-            base = base + _along(self._row_knots, draft_K, rows * np.asarray(shares_C))
-        tier_K = np.concatenate(((0.0,), self._coefficients_D[2 * count : -2]))
-        per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
-        seconds_C = base + _along(self._tier_knots, tier_K, tiers_C) + per_read * tokens_read
-        return np.maximum((seconds_C + per_query * context_queries_C) * self._unit, self._floor)
+            tier_K = np.concatenate(((0.0,), self._coefficients_D[3 * count : -4]))
+            seconds_C = _along(self._row_knots, rows_K, rows) + _along(self._tier_knots, tier_K, tiers_C)
+            seconds_C = seconds_C + _along(self._row_knots, draft_K, rows * shares_C)
+            per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
+        else:
+            seconds_C = _along(self._row_knots, plain_K, rows)
+            per_read, per_query = self._coefficients_D[-4:-2] / _KV_UNIT
+        seconds_C = seconds_C + per_read * tokens_read + per_query * context_queries_C
+        return np.maximum(seconds_C * self._unit, self._floor)
 
     @property
     def _floor(self) -> float:
@@ -204,14 +208,15 @@ class CostModel:
         count = len(self._row_knots)
         features_D = np.zeros(len(self._coefficients_D))
         for place, weight in _between(self._row_knots, shape.rows):
-            features_D[place] = weight
+            features_D[count * shape.drafting + place] = weight
         if shape.drafting:
             for place, weight in _between(self._row_knots, shape.rows * shape.share):
-                features_D[count + place] = weight
-        for place, weight in _between(self._tier_knots, shape.tier):
-            if place:
-                features_D[2 * count + place - 1] = weight
-        features_D[-2], features_D[-1] = shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT
+                features_D[2 * count + place] = weight
+            for place, weight in _between(self._tier_knots, shape.tier):
+                if place:
+                    features_D[3 * count + place - 1] = weight
+        at = -2 if shape.drafting else -4
+        features_D[at], features_D[at + 1] = shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT
         return features_D
 
     def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:

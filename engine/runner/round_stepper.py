@@ -72,6 +72,15 @@ class RoundResult:
         ) / 1e3
 
 
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """The device's time, where it has one of its own, when it gets here."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class RoundStepper:
     def __init__(
         self,
@@ -144,7 +153,7 @@ class RoundStepper:
         """Enqueue the plan's rounds. Pages are reserved."""
         captured, (tier, verify, slots, *_) = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
-        began = self._mark()
+        began = mark(self._table.device)
         adapters = captured.launches.adapters
         if adapters is not None:
             self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
@@ -161,17 +170,10 @@ class RoundStepper:
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
-        result, ended = RoundResult(copy, records, tier, verify, slots), self._mark()
+        result, ended = RoundResult(copy, records, tier, verify, slots), mark(self._table.device)
         if began is not None and ended is not None:
             result.edges = began, ended
         return result
-
-    def _mark(self) -> torch.cuda.Event | None:
-        if self._table.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, _Key]:
         verify, slots = self.tier(plan.verify), 0

@@ -16,7 +16,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import StepShape
@@ -25,7 +24,7 @@ from engine.memory.device_table import STOPPED, DeviceTable, RowState
 from engine.metrics import EngineCounters
 from engine.runner.graph_stepper import GraphStepper
 from engine.runner.round_plan import RoundModes, RoundPlan
-from engine.runner.round_stepper import RoundStepper
+from engine.runner.round_stepper import RoundStepper, mark
 from engine.runner.step_plan import StepPlan
 from engine.runner.stepper import StepModes
 from engine.sampling.params import RowSampling
@@ -34,8 +33,10 @@ from engine.types import SamplingParams, Want
 
 logger = logging.getLogger(__name__)
 _CONTEXT = 768
+_SHORTER = 12
+"""Of two contexts, how many times the shorter fits the other."""
 _PLAIN_STEPS, _ROUNDS = 4, 2
-"""What is timed as one, so that launching the first of them hides behind nothing."""
+"""What is launched at once."""
 
 
 class RoundSweep:
@@ -57,7 +58,7 @@ class RoundSweep:
         self._stepper, self._plain, self._table, self._pages = stepper, plain, table, pages
         self._counters = counters
         self._config, self._drafts = config, drafts
-        self._ahead = max(block, (1 + drafts) * _ROUNDS, _PLAIN_STEPS) + 1
+        self._ahead = 2 * max(block, (1 + drafts) * _ROUNDS, _PLAIN_STEPS) + 1
         self._context = min(_CONTEXT, longest - self._ahead)
 
     def run(self, rows: int) -> list[tuple[StepShape, float]]:
@@ -68,9 +69,7 @@ class RoundSweep:
             if spent > self._config.sweep_seconds:
                 logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
                 break
-            for _ in range(2):  # the first captures
-                ran, seconds = self._time(shape)
-            times.append((ran, seconds))
+            times.append(self._time(shape))
         return times
 
     def capture(self, rows: int) -> None:
@@ -79,8 +78,9 @@ class RoundSweep:
             self._time(shape)
 
     def _shapes(self, counts: list[int]) -> list[StepShape]:
-        """Without drafts, with one a row, with three, with whole windows. Where blocks are drafted by request, what
-        planners ask for is made of each (`engine.dspark.planner`), else all."""
+        """Without drafts, with one a row, with three, with whole windows, and the first two of them behind short
+        contexts too, which tells rows and tokens apart. Where blocks are drafted by request, what planners ask for is
+        made of each (`engine.dspark.planner`), else all."""
         if self._context < 1:
             return []
         for pool in (self._pages.pool, self._pages.draft_pool):
@@ -88,37 +88,43 @@ class RoundSweep:
                 pool.fill(0.0)
         shapes = []
         for count in counts:
-            read, most = float(count * self._context), count * self._drafts
-            shapes.append(StepShape(count, count, False, read, read))
+            most, short = count * self._drafts, max(1, self._context // _SHORTER)
+            own = [StepShape(count, count, False)]
             largest, budgets = self._stepper.verify_tiers[-1], (most,)
             if self._config.mode == "compact":
                 budgets = (count, min(3 * count, most), most)
             for verify in sorted({self._stepper.tier(min(count + budget, largest)) for budget in budgets}):
                 budget = min(verify - count, most)
                 slots = slots_for(budget, most) if self._stepper.draft_tiers is not None else most
-                shapes.append(StepShape(count, verify, True, read, float(verify * self._context), slots / most))
+                own.append(StepShape(count, verify, True, share=slots / most))
+            shapes += [_behind(shape, self._context) for shape in own] + [_behind(shape, short) for shape in own[:2]]
         return shapes
 
     def _time(self, shape: StepShape) -> tuple[StepShape, float]:
-        """The shape that ran, and its seconds."""
-        slots = list(range(shape.rows))
-        tables_BP = self._tables(shape.rows)
-        self._table.admit([self._row(slot) for slot in slots])
-        self._wait()
-        began = time.perf_counter()
-        if shape.drafting:
-            ran = self._stepper.run(self._round(shape, slots, tables_BP), [])
-            ran.wait()
-            share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
-            shape, count = replace(shape, rows=ran.padded, tier=ran.verify, share=share), _ROUNDS
+        """The shape that ran, and its seconds: the device's own, where it has some. A host that is slower than the
+        device shows when it serves, while what takes too long here would never be tried. The first of two launches
+        captures, and keeps the device busy while the host is at the second."""
+        slots, device = list(range(shape.rows)), self._table.device
+        tables_BP, context = self._tables(shape.rows), round(shape.tokens_read) // shape.rows
+        self._table.admit([self._row(slot, context) for slot in slots])
+        for _ in range(2):
+            began, started = time.perf_counter(), mark(device)
+            if shape.drafting:
+                ran = self._stepper.run(self._round(shape, slots, tables_BP), [])
+                share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
+                shape, count = replace(shape, rows=ran.padded, tier=ran.verify, share=share), _ROUNDS
+            else:
+                self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
+                count = _PLAIN_STEPS
+            ended = mark(device)
+        if started is not None and ended is not None:
+            ended.synchronize()
+            seconds = started.elapsed_time(ended) / 1e3
         else:
-            self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
-            count = _PLAIN_STEPS
-        self._wait()
-        seconds = (time.perf_counter() - began) / count
+            seconds = time.perf_counter() - began
         self._table.finished_S[: len(slots)] = STOPPED
         self._table.release(slots)
-        return shape, seconds
+        return shape, seconds / count
 
     def _round(self, shape: StepShape, slots: list[int], tables_BP: np.ndarray) -> RoundPlan:
         rows, config = shape.rows, self._config
@@ -142,12 +148,12 @@ class RoundSweep:
         width = -(-(self._context + self._ahead) // self._pages.page_size)
         return (np.arange(rows * width, dtype=np.int32) % (self._pages.pool.num_pages - 1) + 1).reshape(rows, width)
 
-    def _row(self, slot: int) -> RowState:
+    def _row(self, slot: int, context: int) -> RowState:
         sampling = RowSampling(SamplingParams(), Want(), slot, np.array([1]))
         return RowState(
             slot=slot,
             last_token=1,
-            computed=self._context - 1,
+            computed=context - 1,
             new=1,
             max_new=1 << 30,
             seed=slot,
@@ -160,9 +166,11 @@ class RoundSweep:
             row=sampling,
         )
 
-    def _wait(self) -> None:
-        if self._table.device.type == "cuda":
-            torch.cuda.synchronize(self._table.device)
+
+def _behind(shape: StepShape, context: int) -> StepShape:
+    """The shape with contexts of so many tokens."""
+    read, queries = float(shape.rows * context), float(shape.tier * context)
+    return replace(shape, tokens_read=read, context_queries=queries)
 
 
 def _counts(rows: int) -> list[int]:

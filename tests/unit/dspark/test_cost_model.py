@@ -109,8 +109,18 @@ def test_errors_are_of_predictions_made_before_the_step():
 
 def test_past_the_last_tier_time_goes_straight_on():
     model = CostModel([1], [10, 20])
-    model.seed([(StepShape(1, t, False), 1e-3 * t) for t in (10, 12, 15, 20)] * 20)
-    assert model.predict([StepShape(1, 40, False)])[0] == pytest.approx(0.040, rel=0.02)
+    model.seed([(StepShape(1, t, True), 1e-3 * t) for t in (10, 12, 15, 20)] * 20)
+    assert model.predict([StepShape(1, 40, True)])[0] == pytest.approx(0.040, rel=0.02)
+
+
+def test_what_rounds_take_says_nothing_of_plain_steps():
+    model = seeded()
+    plain, rounds = StepShape(64, 64, False, 8192.0, 8192.0), StepShape(64, 256, True, 8192.0, 32768.0)
+    before = model.predict([plain])[0]
+    for _ in range(200):
+        model.observe(rounds, 5.0 * law(rounds))
+    assert model.predict([rounds])[0] == pytest.approx(5.0 * law(rounds), rel=0.02)
+    assert model.predict([plain])[0] == pytest.approx(before, rel=0.1)
 
 
 def test_a_table_is_kept_by_model_device_and_graphs(tmp_path):

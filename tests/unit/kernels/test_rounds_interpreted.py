@@ -148,8 +148,8 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     engine = device_engine(t_full, save_random(tmp_path / "d0"), **fields)
     loop, speculation = engine._loop, engine._parts.speculation
     seed_step_times(engine._parts, speculation, loop._table, loop._rounds._stepper, loop._stepper, 2)
-    # Two rows and one: without drafts, with one each, with both.
-    assert speculation.cost.observed == 6
+    # Two rows and one: without drafts, with one each, with both; the first two behind short contexts too.
+    assert speculation.cost.observed == 10
     # One row may also run as what two were measured with.
     held = loop._rounds._stepper.ready(1)
     assert {verify for _, verify, _ in held} == {2, 4, 6} and len(loop._rounds._stepper.ready(2)) == 2

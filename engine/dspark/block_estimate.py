@@ -84,6 +84,11 @@ class BlockEstimate:
         yield."""
         self._close(emitted, whole, whole, exact=True, steps=steps)
 
+    @property
+    def waits(self) -> bool:
+        """Whether any trimmed step waits for its next tokens."""
+        return bool(self._open)
+
     def is_open(self, request: Hashable) -> bool:
         """Whether a trimmed step of the request waits for its next tokens."""
         return request in self._open

@@ -26,7 +26,8 @@ class DraftStep:
     `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
-    took in, None until they are with their samples.
+    took in, None until they are with their samples. By then `chances_BG` holds the verdict's chances of the rows
+    that drafted, NaN where they are not known.
     """
 
     samples: list[Sample]
@@ -40,6 +41,7 @@ class DraftStep:
     proposal: Proposal | None = None
     survival_BG: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
     verdict: Verdict | None = None
+    chances_BG: np.ndarray | None = None
     emitted: list[int] | None = None
 
     @property

@@ -9,7 +9,7 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +21,10 @@ from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
 from engine.dspark.reliability import Reliability
 from engine.dspark.report import DraftReport, series_of
-from engine.dspark.scaling import OnlineScaling, SurvivalScaling, survival_labels
+from engine.dspark.scaling import OnlineScaling, SurvivalScaling, labels_of
 from engine.dspark.stats import DraftStats
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
-from engine.request import Sample
+from engine.request import Group, Sample
 from engine.sampling.params import RowSampling
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class Record:
 
     def prior(self, sample: Sample) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
-        return self._estimate.survival(sample.group.arrival, sample.order, policy_of(sample))
+        return self._estimate.survival(sample.group.arrival, sample.order, policy_of(sample.group))
 
     def allows(self, step: int, sample: Sample) -> bool:
         """Whether drafts pay at the sample's length and under its policy, as far as outcomes tell."""
-        policy = policy_of(sample)
+        policy = policy_of(sample.group)
         return self.switch.allows_length(step, sample.length) and (
             not policy or self.switch.allows_policy(step, policy)
         )
@@ -70,16 +70,16 @@ class Record:
         if seconds is not None:
             self._cost.observe(step.shape, seconds)
         if step.verdict is None:
-            for row in range(len(step.samples)):
-                self._observe_plain(step, row)
+            self._observe_plain(step, 0)
             return
         self.probes += step.plan.probe
         drafting = len(step.survival_BG)
-        for row in range(drafting, len(step.samples)):
+        if drafting < len(step.samples):
             # There was nothing to draft for.
-            self._observe_plain(step, row)
-        self._observe_counts(step, drafting)
-        self._observe_chances(step)
+            self._observe_plain(step, drafting)
+        verified_B = np.array([len(drafts) for drafts in step.drafts[:drafting]], dtype=np.int64)
+        self._observe_counts(step, verified_B)
+        self._observe_chances(step, verified_B)
         if self.on_round is not None:
             self.on_round(step)
 
@@ -129,61 +129,80 @@ class Record:
     def passed(self, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
         """Plain steps of these samples that nobody planned, one for each token."""
         for sample, count in zip(samples, tokens, strict=True):
-            self._stats(sample).plain_steps += count
+            self._stats(sample.group).plain_steps += count
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _stats(self, sample: Sample) -> DraftStats:
+    def _stats(self, group: Group) -> DraftStats:
         """Those of its domain and its policy; past a number of such pairs the rest share one."""
-        pair = sample.group.request.domain, policy_of(sample)
+        pair = group.request.domain, policy_of(group)
         if pair not in self._classes:
             pair = pair if len(self._classes) < _MOST_CLASSES else (_OTHERS, _OTHERS)
             self._classes.setdefault(pair, DraftStats(self._drafts))
         return self._classes[pair]
 
-    def _observe_plain(self, step: DraftStep, row: int) -> None:
-        sample = step.samples[row]
-        self._stats(sample).plain_steps += 1
-        for token, logprob in zip(*step.emitted_by(row), strict=True):
-            self._ceiling.plain(step.keys[row], token, logprob)
+    def _by_class(self, samples: Sequence[Sample]) -> list[tuple[DraftStats, slice | list[int]]]:
+        """Sums that these samples go into, and which of them."""
+        stats = {group: self._stats(group) for group in dict.fromkeys([sample.group for sample in samples])}
+        members = {id(own): (own, []) for own in stats.values()}
+        if len(members) == 1:
+            return [(own, slice(None)) for own, _ in members.values()]
+        for row, sample in enumerate(samples):
+            members[id(stats[sample.group])][1].append(row)
+        return list(members.values())
 
-    def _observe_counts(self, step: DraftStep, rows: int) -> None:
-        """What became of the first `rows` requests' drafts, which all had some."""
-        verdict, proposal = step.verdict, step.proposal
+    def _observe_plain(self, step: DraftStep, first: int) -> None:
+        """Rows from the `first` on, which had no drafts."""
+        samples = step.samples[first:]
+        for stats, own in self._by_class(samples):
+            stats.plain_steps += len(samples) if isinstance(own, slice) else len(own)
+        self._meet(step, range(first, len(step.samples)))
+
+    def _meet(self, step: DraftStep, rows: Iterable[int]) -> None:
+        """Show tokens of these rows to trimmed steps that wait for them."""
+        if not self._ceiling.waits:
+            return
+        for row in rows:
+            key = step.keys[row]
+            if self._ceiling.is_open(key):
+                for token, logprob in zip(*step.emitted_by(row), strict=True):
+                    self._ceiling.plain(key, token, logprob)
+
+    def _observe_counts(self, step: DraftStep, verified_B: np.ndarray) -> None:
+        """What became of the drafts of the first requests, which all had some."""
+        verdict, proposal, rows = step.verdict, step.proposal, len(verified_B)
         assert verdict is not None and proposal is not None and step.emitted is not None
-        verified = [len(drafts) for drafts in step.drafts[:rows]]
-        emitted = step.emitted[:rows]
-        accepted = [min(pair) for pair in zip(verdict.num_accepted[:rows], step.keep, strict=False)]
-        members: dict[int, tuple[DraftStats, list[int]]] = {}
-        for row, sample in enumerate(step.samples[:rows]):
-            stats = self._stats(sample)
-            members.setdefault(id(stats), (stats, []))[1].append(row)
-        for stats, own in members.values():
-            parts = proposal.lens, verified, accepted, emitted, step.keep
-            stats.observe(*([part[row] for row in own] for part in parts))
+        keep_B, emitted_B = np.array(step.keep[:rows]), np.array(step.emitted[:rows])
+        whole_B, made_B = np.array(verdict.num_accepted[:rows]), np.array(proposal.lens)
+        accepted_B = np.minimum(whole_B, keep_B)
+        for stats, own in self._by_class(step.samples[:rows]):
+            stats.observe(made_B[own], verified_B[own], accepted_B[own], emitted_B[own], keep_B[own])
         if self._config.mode == "cap_accept":
-            for sample, count, whole in zip(step.samples[:rows], emitted, verdict.num_accepted, strict=False):
-                self._ceiling.exact(count, count if sample.finish == "stop" else whole + 1)
+            stopped_B = np.array([sample.finish == "stop" for sample in step.samples[:rows]])
+            whole = int(np.where(stopped_B, emitted_B, whole_B + 1).sum())
+            self._ceiling.exact(int(emitted_B.sum()), whole, rows)
         else:
-            self._observe_ceilings(step, verified, accepted, emitted)
+            self._observe_ceilings(step, accepted_B)
 
-    def _observe_ceilings(self, step: DraftStep, verified: list[int], accepted: list[int], emitted: list[int]) -> None:
+    def _observe_ceilings(self, step: DraftStep, accepted_B: np.ndarray) -> None:
         """What the drafts that were not verified would have added: none, in most steps."""
-        assert step.proposal is not None
-        steps, total, open_rows = 0, 0, []
-        for row, parts in enumerate(zip(step.proposal.lens, verified, accepted, emitted, strict=False)):
+        assert step.proposal is not None and step.emitted is not None
+        rows, steps, total = len(accepted_B), 0, 0
+        turns = self._turns(rows)
+        if len(turns) < rows:
+            self._meet(step, sorted({*range(rows)}.difference(turns)))
+        for row in turns:
             if self._unknown(step, row):
                 continue
-            if is_exact(*parts) and not self._ceiling.is_open(step.keys[row]):
+            made, verified, accepted = step.proposal.lens[row], len(step.drafts[row]), int(accepted_B[row])
+            if is_exact(made, verified, accepted, step.emitted[row]) and not self._ceiling.is_open(step.keys[row]):
                 steps += 1
-                total += emitted[row]
+                total += step.emitted[row]
             else:
-                open_rows.append(row)
+                ids = step.proposal.ids_BG[row, :made].tolist()
+                self._observe_ceiling(step, row, ids, verified, accepted)
         if steps:
             self._ceiling.exact(total, total, steps)
-        for row in open_rows:
-            ids = step.proposal.ids_BG[row, : step.proposal.lens[row]].tolist()
-            self._observe_ceiling(step, row, ids, verified[row], accepted[row])
 
     def _unknown(self, step: DraftStep, row: int) -> bool:
         """Rejection that trims rows sampled from more than logits over temperature is left out: log p of a draft
@@ -206,19 +225,19 @@ class Record:
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
         self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, *step.emitted_by(row))
 
-    def _observe_chances(self, step: DraftStep) -> None:
-        verdict, proposal, rows = step.verdict, step.proposal, len(step.survival_BG)
-        assert verdict is not None and proposal is not None
-        verified, chances = [len(drafts) for drafts in step.drafts[:rows]], verdict.chances[:rows]
-        labels_BG = survival_labels(chances, verified, self._drafts)
+    def _observe_chances(self, step: DraftStep, verified_B: np.ndarray) -> None:
+        verdict, proposal, chances_BG, rows = step.verdict, step.proposal, step.chances_BG, len(verified_B)
+        assert verdict is not None and proposal is not None and chances_BG is not None
+        labels_BG = labels_of(chances_BG, verified_B)
         self.reliability.observe(step.survival_BG, labels_BG)
         for row in self._turns(rows):
-            if chances[row]:
+            chances = chances_BG[row, ~np.isnan(chances_BG[row])].tolist()
+            if chances:
                 sample = step.samples[row]
-                self._estimate.observe(sample.group.arrival, sample.order, chances[row], policy_of(sample))
-        spent_BG = np.arange(step.survival_BG.shape[1]) < np.asarray(verified)[:, None]
-        expected = np.where(spent_BG, step.survival_BG, 0.0).sum(1).tolist()
-        self._watch(step, list(zip(expected, verdict.num_accepted[:rows], verified, strict=True)))
+                self._estimate.observe(sample.group.arrival, sample.order, chances, policy_of(sample.group))
+        spent_BG = np.arange(step.survival_BG.shape[1]) < verified_B[:, None]
+        expected_B = np.where(spent_BG, step.survival_BG, 0.0).sum(1)
+        self._watch(step, expected_B, np.array(verdict.num_accepted[:rows]), verified_B)
         self._rounds += 1
         if self._online is not None and proposal.confidence_BG is not None:
             self._online.observe(proposal.confidence_BG.double().cpu().numpy(), labels_BG)
@@ -232,35 +251,39 @@ class Record:
         first = self._rounds * _MOST_REMEMBERED % rows
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
-    def _watch(self, step: DraftStep, outcomes: list[tuple[float, int, int]]) -> None:
+    def _watch(self, step: DraftStep, expected_B: np.ndarray, accepted_B: np.ndarray, verified_B: np.ndarray) -> None:
         """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
-        if not outcomes:
+        rows, number = len(verified_B), step.plan.step
+        if not rows:
             return
-        number = step.plan.step
-        self.switch.observe(number, *_summed(outcomes))
-        lengths: dict[int, list[tuple[float, int, int]]] = {}
-        policies: dict[str, list[tuple[float, int, int]]] = {}
-        for b, outcome in enumerate(outcomes):
-            # Lengths are told apart by powers of two.
-            lengths.setdefault((step.anchors[b] + 1).bit_length(), []).append(outcome)
-            policy = policy_of(step.samples[b])
-            if policy:
-                policies.setdefault(policy, []).append(outcome)
-        for bits, members in lengths.items():
-            self.switch.observe_length(number, (1 << bits) - 1, *_summed(members))
-        for policy, members in policies.items():
-            self.switch.observe_policy(number, policy, *_summed(members))
+        self.switch.observe(number, float(expected_B.sum()), int(accepted_B.sum()), int(verified_B.sum()))
+        # Lengths are told apart by powers of two.
+        bits_B = np.frexp(np.array(step.anchors[:rows]) + 1.0)[1]
+        for bits, sums in _summed(bits_B, expected_B, accepted_B, verified_B):
+            self.switch.observe_length(number, (1 << bits) - 1, *sums)
+        names = {group: policy_of(group) for group in dict.fromkeys([sample.group for sample in step.samples[:rows]])}
+        policies = sorted({*names.values()})
+        if policies != [""]:
+            policy_B = np.array([policies.index(names[sample.group]) for sample in step.samples[:rows]])
+            for place, sums in _summed(policy_B, expected_B, accepted_B, verified_B):
+                if policies[place]:
+                    self.switch.observe_policy(number, policies[place], *sums)
 
 
-def _summed(outcomes: list[tuple[float, int, int]]) -> tuple[float, int, int]:
-    expected, accepted, verified = zip(*outcomes, strict=True)
-    return sum(expected), sum(accepted), sum(verified)
+def _summed(
+    place_B: np.ndarray, expected_B: np.ndarray, accepted_B: np.ndarray, verified_B: np.ndarray
+) -> list[tuple[int, tuple[float, int, int]]]:
+    """Each place that rows have, and the sums over those."""
+    places = np.flatnonzero(np.bincount(place_B)).tolist()
+    expected, accepted, verified = (
+        np.bincount(place_B, values_B)[places].tolist() for values_B in (expected_B, accepted_B, verified_B)
+    )
+    return [(place, (e, int(a), int(v))) for place, e, a, v in zip(places, expected, accepted, verified, strict=True)]
 
 
-def policy_of(sample: Sample) -> str:
+def policy_of(group: Group) -> str:
     """The name of its LoRA policy, whatever the revision; empty for the base."""
-    lease = sample.group.lease
-    return "" if lease is None else lease.version.name
+    return "" if group.lease is None else group.lease.version.name
 
 
 def _plain_temperature(row: RowSampling) -> bool:

@@ -51,14 +51,13 @@ class Reliability:
         """Predictions and labels of equal shape; a label of NaN was not observed."""
         _, position_S = seen = np.nonzero(~np.isnan(labels_NG))
         p_S, y_S = predicted_NG[seen], labels_NG[seen]
-        place = position_S, np.minimum((p_S * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-        np.add.at(self.count_GK, place, 1.0)
-        np.add.at(self.predicted_GK, place, p_S)
-        np.add.at(self.labels_GK, place, y_S)
-        np.add.at(self.squared_G, position_S, (p_S - y_S) ** 2)
-        fine = position_S, np.minimum((p_S * _CURVE_BINS).astype(int), _CURVE_BINS - 1)
-        np.add.at(self.accepted_GC, fine, y_S)
-        np.add.at(self.refused_GC, fine, 1.0 - y_S)
+        place_S = _places(position_S, p_S, CALIBRATION_BINS)
+        for sums, weights_S in ((self.count_GK, None), (self.predicted_GK, p_S), (self.labels_GK, y_S)):
+            sums += np.bincount(place_S, weights_S, sums.size).reshape(sums.shape)
+        self.squared_G += np.bincount(position_S, (p_S - y_S) ** 2, self.drafts)
+        fine_S = _places(position_S, p_S, _CURVE_BINS)
+        for sums, weights_S in ((self.accepted_GC, y_S), (self.refused_GC, 1.0 - y_S)):
+            sums += np.bincount(fine_S, weights_S, sums.size).reshape(sums.shape)
 
     def add(self, other: Reliability) -> None:
         for name in ("count_GK", "predicted_GK", "labels_GK", "squared_G", "accepted_GC", "refused_GC"):
@@ -81,6 +80,11 @@ class Reliability:
         below_GC = np.cumsum(self.refused_GC, axis=1) - self.refused_GC
         won_G = (self.accepted_GC * (below_GC + 0.5 * self.refused_GC)).sum(1)
         return won_G, self.accepted_GC.sum(1) * self.refused_GC.sum(1)
+
+
+def _places(position_S: np.ndarray, p_S: np.ndarray, bins: int) -> np.ndarray:
+    """Numbers of bins, position after position."""
+    return position_S * bins + np.minimum((p_S * bins).astype(np.int64), bins - 1)
 
 
 def divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:

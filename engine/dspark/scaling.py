@@ -67,16 +67,23 @@ def stored_scaling(config: DSparkConfig) -> Path | None:
 
 
 def survival_labels(chances: Sequence[Sequence[float]], verified: Sequence[int], drafts: int) -> np.ndarray:
-    """float64 [N, G] from the chances of a `Verdict` and the drafts verified by row; NaN where none was.
+    """float64 [N, G] from the chances of a `Verdict` and the drafts verified by row; NaN where none was."""
+    return labels_of(as_table(chances, drafts), np.asarray(verified))
 
-    Where only outcomes are known their list ends with the first draft that was not kept: survival is
-    0 from there to the last verified one.
-    """
-    width = max((len(known) for known in chances), default=0)
-    padded_NG = np.array([[*known, *[0.0] * (width - len(known))] for known in chances]).reshape(len(verified), width)
-    labels_NG = np.zeros((len(verified), drafts))
-    labels_NG[:, :width] = np.cumprod(padded_NG, axis=1)
-    labels_NG[np.arange(drafts) >= np.asarray(verified).reshape(-1, 1)] = np.nan
+
+def as_table(chances: Sequence[Sequence[float]], drafts: int) -> np.ndarray:
+    """Chances of a `Verdict` as float64 [N, G], NaN behind those that are known."""
+    table_NG = np.full((len(chances), drafts), np.nan)
+    for row_G, known in zip(table_NG, chances, strict=True):
+        row_G[: len(known)] = known
+    return table_NG
+
+
+def labels_of(chances_NG: np.ndarray, verified_N: np.ndarray) -> np.ndarray:
+    """The same from a table. Where only outcomes are known, what is known of a row ends with the first draft that
+    was not kept: survival is 0 from there to the last verified one."""
+    labels_NG = np.cumprod(np.where(np.isnan(chances_NG), 0.0, chances_NG), axis=1)
+    labels_NG[np.arange(chances_NG.shape[1]) >= verified_N.reshape(-1, 1)] = np.nan
     return labels_NG
 
 

@@ -32,7 +32,7 @@ from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Graphs, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
-from engine.dspark.scaling import SurvivalScaling, stored_scaling
+from engine.dspark.scaling import SurvivalScaling, as_table, stored_scaling
 from engine.dspark.survival import LaggedSurvivals
 from engine.memory.transfer import send
 from engine.request import Sample
@@ -299,6 +299,8 @@ class Speculation:
             seconds = None
         if step.emitted is None:
             step.emitted = [len(sample.ids) - known for sample, known in zip(step.samples, step.known, strict=True)]
+        if step.verdict is not None and step.chances_BG is None:
+            step.chances_BG = as_table(step.verdict.chances[: len(step.survival_BG)], self.drafter.traits.max_drafts)
         self.record.observe(step, seconds)
 
     def plan_for(

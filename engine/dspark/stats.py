@@ -43,11 +43,11 @@ class DraftStats:
 
     def observe(
         self,
-        drafted: Sequence[int],
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        emitted: Sequence[int],
-        windows: Sequence[int] | None = None,
+        drafted: Sequence[int] | np.ndarray,
+        verified: Sequence[int] | np.ndarray,
+        accepted: Sequence[int] | np.ndarray,
+        emitted: Sequence[int] | np.ndarray,
+        windows: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Verify steps, an entry each: drafts made, verified, accepted, and tokens that were kept, which a
         stop may have cut below accepted + 1. `windows` are what may have been kept where that is less than

@@ -71,13 +71,23 @@ class HostResult:
         self._parts = parts
         self._top_rows = top_rows
 
-    def tokens(self, row: int, start: int, end: int, want: Want) -> tuple[list[int], Columns]:
-        """New tokens [start, end) of a row and the columns it wants."""
-        columns = Columns(_around(self._parts["logprobs"][row], start, end))
-        ids_W = self._parts["ids"][row]
-        if row in self._top_rows or want.extra_logprobs or want.entropy:
-            self._add_columns(columns, row, np.arange(start, end) % len(ids_W), want)
-        return _around(ids_W, start, end), columns
+    def runs(
+        self, rows_M: np.ndarray, starts_M: np.ndarray, ends_M: np.ndarray, wants: Sequence[Want]
+    ) -> list[tuple[list[int], Columns]]:
+        """New tokens [start, end) of each of these rows, at most a ring, and the columns it wants."""
+        counts_M = np.maximum(ends_M - starts_M, 0)
+        stops_M = np.cumsum(counts_M)
+        firsts_M = stops_M - counts_M
+        rows_T = np.repeat(rows_M, counts_M)
+        places_T = (np.arange(len(rows_T)) + np.repeat(starts_M - firsts_M, counts_M)) % self._parts["ids"].shape[1]
+        ids, logprobs = (self._parts[name][rows_T, places_T].tolist() for name in ("ids", "logprobs"))
+        runs = []
+        for row, first, stop, want in zip(rows_M.tolist(), firsts_M.tolist(), stops_M.tolist(), wants, strict=True):
+            columns = Columns(logprobs[first:stop])
+            if row in self._top_rows or want.extra_logprobs or want.entropy:
+                self._add_columns(columns, row, places_T[first:stop], want)
+            runs.append((ids[first:stop], columns))
+        return runs
 
     def _add_columns(self, columns: Columns, row: int, places: np.ndarray, want: Want) -> None:
         for name in want.extra_logprobs:
@@ -94,12 +104,6 @@ class HostResult:
         order_TK = np.lexsort((ids_TK, -values_TK), axis=-1)
         columns.top_ids = np.take_along_axis(ids_TK, order_TK, -1).tolist()
         columns.top_logprobs = np.take_along_axis(values_TK, order_TK, -1).tolist()
-
-
-def _around(ring_W: np.ndarray, start: int, end: int) -> list:
-    """Entries [start, end) of a ring, at most all of it."""
-    first, last = start % len(ring_W), (end - 1) % len(ring_W) + 1
-    return ring_W[first:last].tolist() if first < last else ring_W[first:].tolist() + ring_W[:last].tolist()
 
 
 class BurstResult(Protocol):

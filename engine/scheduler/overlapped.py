@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from engine.dspark.alternation import Alternation
 from engine.dspark.speculation import Speculation
 from engine.memory.device_table import BAD, DeviceTable
@@ -212,17 +214,21 @@ class OverlappedLoop:
             self._rounds.commit(burst.planned, outcome, self._seconds(burst.steps))
             return
         columns, tokens = cast(BurstResult, burst.result).wait(), [0] * len(burst.samples)
-        for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True)):
-            if sample.state is not SampleState.RUNNING or sample.sequence is None or sample.sequence.key != key:
-                continue
-            start, end = len(sample.ids), int(columns.new[row])
-            count = min(end - start, burst.steps)
-            if count > 0:
-                ids, wanted = columns.tokens(row, start, start + count, sample.row.want)
-                self._counters.decode_rows += count
-                tokens[row] = count
+        rows = [
+            row
+            for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True))
+            if sample.state is SampleState.RUNNING and sample.sequence is not None and sample.sequence.key == key
+        ]
+        new, finished, samples = columns.new.tolist(), columns.finished.tolist(), [burst.samples[row] for row in rows]
+        starts_M, rows_M = np.array([len(sample.ids) for sample in samples], dtype=np.int64), np.array(rows, dtype=int)
+        ends_M = np.minimum(columns.new[rows_M], starts_M + burst.steps)
+        runs = columns.runs(rows_M, starts_M, ends_M, [sample.row.want for sample in samples])
+        for row, sample, (ids, wanted) in zip(rows, samples, runs, strict=True):
+            if ids:
+                self._counters.decode_rows += len(ids)
+                tokens[row] = len(ids)
                 self._committer.commit_run(sample, ids, wanted, has_host_stops(sample))
-            if columns.finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == end:
+            if finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == new[row]:
                 self._committer.fail_bad_logits(sample)
         if self._speculation is not None:
             self._speculation.burst(burst.samples, tokens, self._seconds(burst.steps))

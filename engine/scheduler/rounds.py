@@ -39,7 +39,7 @@ from engine.scheduler.pages import PageManager
 _ENOUGH_SECONDS = 0.006
 """Rounds that take this long together keep a device busy until the host comes with the next ones."""
 _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
-"""Tokens of a verdict are with their samples before anybody reads it."""
+"""Tokens of a verdict are with their samples before anybody reads it, and chances with the step."""
 
 
 @dataclass(slots=True)
@@ -171,40 +171,49 @@ class DeviceRounds:
         known_B = np.array([len(sample.ids) for sample in step.samples])
         windows_RB, emitted_RB = record_RBF[:, :, 0], np.where(record_RBF[:, :, 0] >= 0, record_RBF[:, :, 4], 0)
         ends_RB = known_B + np.cumsum(emitted_RB, axis=0)
-        for b in np.flatnonzero(running_B).tolist():
-            self._take(step.samples[b], host, b, int(ends_RB[-1, b]))
+        self._take(step.samples, host, np.flatnonzero(running_B), known_B, ends_RB[-1])
         # A host may end a sample before the device does; rounds from there on never existed.
         there_B = np.array([len(sample.ids) for sample in step.samples])
         took_RB = running_B & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
         starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
         emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
+        self._count(step.samples, record_RBF, took_RB, emitted_RB)
         for round_, record_BF in enumerate(record_RBF):
             took = np.flatnonzero(took_RB[round_])
             # Those that drafted come first.
             members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")].tolist()
             if members:
                 told = self._step(planned, members, record_BF, starts_RB[round_], emitted_RB[round_])
-                self._count(told)
                 self._speculation.learn(told, seconds)
 
-    def _take(self, sample: Sample, host: HostResult, row: int, end: int) -> None:
-        """Tokens up to number `end`, and the end of a sample whose logits went bad behind them."""
-        known = len(sample.ids)
-        if end > known:
-            ids, columns = host.tokens(row, known, end, sample.row.want)
-            self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
-        if sample.state is SampleState.RUNNING and host.finished[row] == BAD and end == int(host.new[row]):
-            self._committer.fail_bad_logits(sample)
+    def _take(
+        self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray
+    ) -> None:
+        """Tokens of these rows up to number `ends_B[b]`, and the end of samples whose logits went bad behind them."""
+        finished, new = host.finished.tolist(), host.new.tolist()
+        runs = host.runs(rows_M, known_B[rows_M], ends_B[rows_M], [samples[b].row.want for b in rows_M.tolist()])
+        for b, end, (ids, columns) in zip(rows_M.tolist(), ends_B[rows_M].tolist(), runs, strict=True):
+            sample = samples[b]
+            if ids:
+                self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
+            if finished[b] == BAD and sample.state is SampleState.RUNNING and end == new[b]:
+                self._committer.fail_bad_logits(sample)
 
-    def _count(self, step: DraftStep) -> None:
-        assert step.verdict is not None and step.emitted is not None
-        self._counters.decode_rows += sum(step.emitted)
-        parts = zip(step.drafts, step.keep, step.verdict.num_accepted, step.emitted, strict=True)
-        for sample, (drafts, keep, accepted, emitted) in zip(step.samples, parts, strict=True):
-            use = sample.draft_use
-            use.steps += bool(drafts)
-            use.verified += len(drafts)
-            use.accepted += min(accepted, keep, emitted)
+    def _count(
+        self, samples: list[Sample], record_RBF: np.ndarray, took_RB: np.ndarray, emitted_RB: np.ndarray
+    ) -> None:
+        """What samples took in, and what became of their drafts."""
+        self._counters.decode_rows += int(emitted_RB[took_RB].sum())
+        _, verified_RB, keep_RB, accepted_RB, _ = np.moveaxis(record_RBF[:, :, :HEAD], 2, 0)
+        verified_RB = np.where(took_RB, verified_RB, 0)
+        kept_RB = np.where(took_RB, np.minimum(np.minimum(accepted_RB, keep_RB), emitted_RB), 0)
+        sums = (part_RB.sum(0).tolist() for part_RB in (verified_RB > 0, verified_RB, kept_RB))
+        for sample, steps, verified, kept in zip(samples, *sums, strict=True):
+            if steps:
+                use = sample.draft_use
+                use.steps += steps
+                use.verified += verified
+                use.accepted += kept
 
     def _step(
         self, planned: Planned, members: list[int], record_BF: np.ndarray, starts_B: np.ndarray, emitted_B: np.ndarray
@@ -229,7 +238,6 @@ class DeviceRounds:
         survival_BG = values_MPG[:drafted, 1].astype(np.float64)
         if self._speculation.by_request and traits.has_confidence:
             survival_BG = carried_on(survival_BG, window_M[:drafted])
-        verified, accepted = verified_M.tolist(), accepted_M.tolist()
         starts, emitted = starts_B[members].tolist(), emitted_B[members].tolist()
         anchors = [len(sample.group.prompt) + start - 1 for sample, start in zip(samples, starts, strict=True)]
         contexts_M = np.array(anchors, dtype=np.float64) + 1 + emitted_B[members]
@@ -240,11 +248,12 @@ class DeviceRounds:
             known=starts,
             anchors=anchors,
             emitted=emitted,
-            drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified, strict=True)],
+            drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified_M.tolist(), strict=True)],
             keep=keep_M.tolist(),
             proposal=proposal,
             survival_BG=survival_BG,
-            verdict=Verdict(accepted, _NOTHING, _chances(values_MPG[:, 2], verified, accepted)),
+            verdict=Verdict(accepted_M.tolist(), _NOTHING, []),
+            chances_BG=_chances(values_MPG[:drafted, 2], verified_M[:drafted], accepted_M[:drafted]),
         )
         ran = planned.result
         assert ran is not None, "it ran"
@@ -258,14 +267,14 @@ class DeviceRounds:
         return step
 
 
-def _chances(chance_MG: np.ndarray, verified: list[int], accepted: list[int]) -> list[list[float]]:
-    """As `Verdict` has them: soft where they are known, else 1 up to the first draft that was not kept."""
-    soft = (~np.isnan(chance_MG[:, 0])).tolist()
-    values = chance_MG.tolist() if any(soft) else chance_MG
-    return [
-        values[m][:count] if count and soft[m] else [1.0] * kept + [0.0] * (kept < count)
-        for m, (count, kept) in enumerate(zip(verified, accepted, strict=True))
-    ]
+def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarray) -> np.ndarray:
+    """float64: soft where they are known, else 1 up to the first draft that was not kept and 0 there."""
+    place_G = np.arange(chance_MG.shape[1])
+    beyond_MG = place_G - accepted_M[:, None]
+    hard_MG = np.where(beyond_MG > 0, np.nan, beyond_MG < 0)
+    chances_MG = np.where(np.isnan(chance_MG[:, :1]), hard_MG, chance_MG)
+    chances_MG[place_G >= verified_M[:, None]] = np.nan
+    return chances_MG
 
 
 def _slot(sample: Sample) -> int:

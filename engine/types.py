@@ -355,7 +355,8 @@ class UpdateProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class UpdateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a commit did. `digest` is that of the module's parameters after it (`engine.weights.digest`).
+    """What a commit did. For `pause_ms` nothing ran: from the end of the steps in flight. `digest` is that of the
+    module's parameters after it (`engine.weights.digest`).
 
     A fleet's report also gives the policy version each engine is at (`engines`) and the engines
     that failed the commit and serve nothing until replaced (`fenced`).

@@ -39,6 +39,8 @@ class Updates:
         self._scheduler = scheduler
         self._pause = pause
         self._settle = settle
+        self._stopped = 0.0
+        """When steps last stopped for an update."""
         self._fail_all = fail_all
         self._last_commit: tuple[str, UpdateReport] | None = None
         self._with: list[tuple[str, str, int, bool]] = []
@@ -100,7 +102,7 @@ class Updates:
     def commit(self, txn: str) -> UpdateReport:
         if self._last_commit is not None and self._last_commit[0] == txn != self.pending:
             return self._last_commit[1]
-        began, counters = time.perf_counter(), self._parts.counters
+        self._stopped, counters = time.perf_counter(), self._parts.counters
         commit = self._commit_policy if self._of(txn) is self.policy else self._commit_drafter
         try:
             adapters = self._adapters_of(txn)
@@ -112,7 +114,7 @@ class Updates:
         for name, rev, keep_previous in adapters:
             self._parts.adapters.publish(name, rev, keep_previous)
         self._with = []
-        pause_ms = (time.perf_counter() - began) * 1e3
+        pause_ms = (time.perf_counter() - self._stopped) * 1e3
         counters.updates += 1
         counters.update_pause_ms += pause_ms
         report = UpdateReport(
@@ -164,7 +166,7 @@ class Updates:
         """What was loaded, tokens flushed, samples retracted."""
         try:
             begin, prepared = self.policy.prepare(txn)
-            self._settle()
+            self._stop()
             keep = begin.kv_policy == "keep" or self._pause.mode == "in_place"
             retracted = self._leave_version(keep)
             self.policy.commit(txn)
@@ -186,7 +188,7 @@ class Updates:
         speculation = self._parts.speculation
         assert self.drafter is not None and speculation is not None
         _, prepared = self.drafter.prepare(txn)
-        self._settle()
+        self._stop()
         try:
             self.drafter.commit(txn)
         except SparkrollError as error:
@@ -194,6 +196,11 @@ class Updates:
             raise
         speculation.new_drafter()
         return prepared, 0, 0
+
+    def _stop(self) -> None:
+        """Steps in flight go on while an update is prepared; from their end on the device waits for it."""
+        self._settle()
+        self._stopped = time.perf_counter()
 
     def _leave_version(self, keep: bool) -> int:
         """Prepare running work for new weights. Returns how many samples were retracted."""

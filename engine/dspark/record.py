@@ -19,6 +19,7 @@ from engine.dspark.block_estimate import BlockEstimate, is_exact
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
+from engine.dspark.outcomes import Outcomes
 from engine.dspark.reliability import Reliability
 from engine.dspark.report import DraftReport, series_of
 from engine.dspark.scaling import OnlineScaling, SurvivalScaling, labels_of
@@ -35,6 +36,9 @@ _MOST_CLASSES = 64
 _OTHERS = "others"
 _MOST_REMEMBERED = 16
 """Requests of a step whose outcomes go into means of their own: the host has as long as a round takes."""
+_BATCH = 8
+"""Steps of more requests than that are summed up together, and tell of bounds of whole windows once. Whoever reads
+sums gets all of them; what is decided by them is a few steps late."""
 
 
 class Record:
@@ -46,6 +50,9 @@ class Record:
         self._ceiling = BlockEstimate()
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
+        self._waiting: list[DraftStep] = []
+        """Steps that are not in the sums yet."""
+        self._batches = 0
         self.switch = DraftSwitch(config.max_rows)
         self._classes = {("", ""): DraftStats(self._drafts)}
         self.reliability = Reliability(self._drafts)
@@ -77,9 +84,13 @@ class Record:
         if drafting < len(step.samples):
             # There was nothing to draft for.
             self._observe_plain(step, drafting)
-        verified_B = np.array([len(drafts) for drafts in step.drafts[:drafting]], dtype=np.int64)
-        self._observe_counts(step, verified_B)
-        self._observe_chances(step, verified_B)
+        if drafting:
+            self._observe_ceilings(step, drafting)
+        self._rounds += 1
+        self._waiting.append(step)
+        may_wait = self._online is not None and self._config.mode == "compact" and drafting > _MOST_REMEMBERED
+        if not may_wait or len(self._waiting) >= _BATCH:
+            self._take_in()
         if self.on_round is not None:
             self.on_round(step)
 
@@ -97,9 +108,11 @@ class Record:
 
     def refit(self) -> bool:
         """Fit the confidences' temperatures now, to what serving has shown; False where that is too little."""
+        self._take_in()
         return self._online is not None and self._online.refit() is not None
 
     def new_policy(self) -> None:
+        self._take_in()
         self.switch.renew()
         if self._online is not None:
             self._online.new_policy()
@@ -110,6 +123,7 @@ class Record:
 
     def report(self) -> DraftReport:
         """Sums that only grow, of now."""
+        self._take_in()
         ceiling, errors = self._ceiling.sums, self._cost.errors
         others = {
             "probes": self.probes,
@@ -168,38 +182,62 @@ class Record:
                 for token, logprob in zip(*step.emitted_by(row), strict=True):
                     self._ceiling.plain(key, token, logprob)
 
-    def _observe_counts(self, step: DraftStep, verified_B: np.ndarray) -> None:
-        """What became of the drafts of the first requests, which all had some."""
-        verdict, proposal, rows = step.verdict, step.proposal, len(verified_B)
-        assert verdict is not None and proposal is not None and step.emitted is not None
-        keep_B, emitted_B = np.array(step.keep[:rows]), np.array(step.emitted[:rows])
-        whole_B, made_B = np.array(verdict.num_accepted[:rows]), np.array(proposal.lens)
-        accepted_B = np.minimum(whole_B, keep_B)
-        for stats, own in self._by_class(step.samples[:rows]):
-            stats.observe(made_B[own], verified_B[own], accepted_B[own], emitted_B[own], keep_B[own])
-        if self._config.mode == "cap_accept":
-            stopped_B = np.array([sample.finish == "stop" for sample in step.samples[:rows]])
-            whole = int(np.where(stopped_B, emitted_B, whole_B + 1).sum())
-            self._ceiling.exact(int(emitted_B.sum()), whole, rows)
-        else:
-            self._observe_ceilings(step, accepted_B)
+    def _take_in(self) -> None:
+        """Add to the sums what waits."""
+        steps, self._waiting = self._waiting, []
+        samples = [sample for step in steps for sample in step.samples[: len(step.survival_BG)]]
+        if not samples:
+            return
+        outcomes = Outcomes.of(steps)
+        kept_N = np.minimum(outcomes.accepted_N, outcomes.keep_N)
+        made_N, verified_N, emitted_N, keep_N = (
+            outcomes.made_N,
+            outcomes.verified_N,
+            outcomes.emitted_N,
+            outcomes.keep_N,
+        )
+        for stats, own in self._by_class(samples):
+            stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
+        labels_NG = labels_of(outcomes.chances_NG, verified_N)
+        self.reliability.observe(outcomes.survival_NG, labels_NG)
+        for row in self._turns(len(samples), self._batches):
+            chances = outcomes.chances_NG[row, ~np.isnan(outcomes.chances_NG[row])].tolist()
+            if chances:
+                group = samples[row].group
+                self._estimate.observe(group.arrival, samples[row].order, chances, policy_of(group))
+        self._batches += 1
+        self._watch(steps[-1].plan.step, samples, outcomes)
+        if self._online is not None and outcomes.confidence_NG is not None:
+            self._online.observe(outcomes.confidence_NG, labels_NG)
+            every = self._config.recalibrate_every
+            if every and self._rounds // every > (self._rounds - len(steps)) // every:
+                self._online.refit()
 
-    def _observe_ceilings(self, step: DraftStep, accepted_B: np.ndarray) -> None:
+    def _observe_ceilings(self, step: DraftStep, rows: int) -> None:
         """What the drafts that were not verified would have added: none, in most steps."""
-        assert step.proposal is not None and step.emitted is not None
-        rows, steps, total = len(accepted_B), 0, 0
-        turns = self._turns(rows)
+        verdict, proposal = step.verdict, step.proposal
+        assert verdict is not None and proposal is not None and step.emitted is not None
+        if self._config.mode == "cap_accept":
+            parts = zip(step.samples[:rows], step.emitted, verdict.num_accepted, strict=False)
+            whole = sum(count if sample.finish == "stop" else accepted + 1 for sample, count, accepted in parts)
+            self._ceiling.exact(sum(step.emitted[:rows]), whole, rows)
+            return
+        turns: list[int] = []
+        if rows <= _MOST_REMEMBERED or self._rounds % _BATCH == 0:
+            turns = self._turns(rows, self._rounds // _BATCH)
         if len(turns) < rows:
-            self._meet(step, sorted({*range(rows)}.difference(turns)))
+            self._meet(step, sorted(set(range(rows)).difference(turns)))
+        steps, total = 0, 0
         for row in turns:
             if self._unknown(step, row):
                 continue
-            made, verified, accepted = step.proposal.lens[row], len(step.drafts[row]), int(accepted_B[row])
+            made, verified = proposal.lens[row], len(step.drafts[row])
+            accepted = min(verdict.num_accepted[row], step.keep[row])
             if is_exact(made, verified, accepted, step.emitted[row]) and not self._ceiling.is_open(step.keys[row]):
                 steps += 1
                 total += step.emitted[row]
             else:
-                ids = step.proposal.ids_BG[row, :made].tolist()
+                ids = proposal.ids_BG[row, :made].tolist()
                 self._observe_ceiling(step, row, ids, verified, accepted)
         if steps:
             self._ceiling.exact(total, total, steps)
@@ -225,58 +263,40 @@ class Record:
                 log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
         self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, *step.emitted_by(row))
 
-    def _observe_chances(self, step: DraftStep, verified_B: np.ndarray) -> None:
-        verdict, proposal, chances_BG, rows = step.verdict, step.proposal, step.chances_BG, len(verified_B)
-        assert verdict is not None and proposal is not None and chances_BG is not None
-        labels_BG = labels_of(chances_BG, verified_B)
-        self.reliability.observe(step.survival_BG, labels_BG)
-        for row in self._turns(rows):
-            chances = chances_BG[row, ~np.isnan(chances_BG[row])].tolist()
-            if chances:
-                sample = step.samples[row]
-                self._estimate.observe(sample.group.arrival, sample.order, chances, policy_of(sample.group))
-        spent_BG = np.arange(step.survival_BG.shape[1]) < verified_B[:, None]
-        expected_B = np.where(spent_BG, step.survival_BG, 0.0).sum(1)
-        self._watch(step, expected_B, np.array(verdict.num_accepted[:rows]), verified_B)
-        self._rounds += 1
-        if self._online is not None and proposal.confidence_BG is not None:
-            self._online.observe(proposal.confidence_BG.double().cpu().numpy(), labels_BG)
-            if self._config.recalibrate_every and self._rounds % self._config.recalibrate_every == 0:
-                self._online.refit()
-
-    def _turns(self, rows: int) -> range | list[int]:
-        """Rows whose outcomes are remembered one by one: all of a few, of many so many a step in turn."""
+    def _turns(self, rows: int, number: int) -> list[int]:
+        """Rows whose outcomes are looked at one by one: all of a few, of many so many in turn."""
         if rows <= _MOST_REMEMBERED:
-            return range(rows)
-        first = self._rounds * _MOST_REMEMBERED % rows
+            return list(range(rows))
+        first = number * _MOST_REMEMBERED % rows
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
-    def _watch(self, step: DraftStep, expected_B: np.ndarray, accepted_B: np.ndarray, verified_B: np.ndarray) -> None:
-        """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
-        rows, number = len(verified_B), step.plan.step
-        if not rows:
-            return
-        self.switch.observe(number, float(expected_B.sum()), int(accepted_B.sum()), int(verified_B.sum()))
+    def _watch(self, number: int, samples: Sequence[Sample], outcomes: Outcomes) -> None:
+        """Accepted drafts against those expected of verified ones, by step `number`: of all rows, by length and by
+        policy."""
+        accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
+        spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
+        expected_N = np.where(spent_NG, outcomes.survival_NG, 0.0).sum(1)
+        self.switch.observe(number, float(expected_N.sum()), int(accepted_N.sum()), int(verified_N.sum()))
         # Lengths are told apart by powers of two.
-        bits_B = np.frexp(np.array(step.anchors[:rows]) + 1.0)[1]
-        for bits, sums in _summed(bits_B, expected_B, accepted_B, verified_B):
+        bits_N = np.frexp(outcomes.anchors_N + 1.0)[1]
+        for bits, sums in _summed(bits_N, expected_N, accepted_N, verified_N):
             self.switch.observe_length(number, (1 << bits) - 1, *sums)
-        names = {group: policy_of(group) for group in dict.fromkeys([sample.group for sample in step.samples[:rows]])}
+        names = {group: policy_of(group) for group in dict.fromkeys([sample.group for sample in samples])}
         policies = sorted({*names.values()})
         if policies != [""]:
-            policy_B = np.array([policies.index(names[sample.group]) for sample in step.samples[:rows]])
-            for place, sums in _summed(policy_B, expected_B, accepted_B, verified_B):
+            policy_N = np.array([policies.index(names[sample.group]) for sample in samples])
+            for place, sums in _summed(policy_N, expected_N, accepted_N, verified_N):
                 if policies[place]:
                     self.switch.observe_policy(number, policies[place], *sums)
 
 
 def _summed(
-    place_B: np.ndarray, expected_B: np.ndarray, accepted_B: np.ndarray, verified_B: np.ndarray
+    place_N: np.ndarray, expected_N: np.ndarray, accepted_N: np.ndarray, verified_N: np.ndarray
 ) -> list[tuple[int, tuple[float, int, int]]]:
     """Each place that rows have, and the sums over those."""
-    places = np.flatnonzero(np.bincount(place_B)).tolist()
+    places = np.flatnonzero(np.bincount(place_N)).tolist()
     expected, accepted, verified = (
-        np.bincount(place_B, values_B)[places].tolist() for values_B in (expected_B, accepted_B, verified_B)
+        np.bincount(place_N, values_N)[places].tolist() for values_N in (expected_N, accepted_N, verified_N)
     )
     return [(place, (e, int(a), int(v))) for place, e, a, v in zip(places, expected, accepted, verified, strict=True)]
 

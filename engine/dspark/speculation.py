@@ -317,13 +317,18 @@ class Speculation:
             self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=draft_tiers, graphs=graphs
         )
 
-    def learn(self, step: DraftStep, seconds: float | None) -> None:
-        """A round that the device decided on by itself, as `finish`: its confidences are news too."""
-        if step.proposal is not None and step.proposal.confidence_BG is not None:
-            self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
-        self.finish(step, seconds)
+    def learn(self, rounds: Sequence[DraftStep], seconds: float | None) -> None:
+        """Rounds of one plan that the device decided on by itself, each as `finish`: confidences of the last one
+        that had any are news too."""
+        for step in reversed(rounds):
+            if step.proposal is not None and step.proposal.confidence_BG is not None:
+                self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
+                break
+        for step in rounds:
+            self.finish(step, seconds)
         if not self.captured_layers:
-            self._tell([sample for sample in step.samples if sample.sequence is not None])
+            samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
+            self._tell([sample for sample in samples if sample.sequence is not None])
 
     # --- plain steps in bursts ------------------------------------------------------------------
 

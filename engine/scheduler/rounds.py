@@ -178,13 +178,14 @@ class DeviceRounds:
         starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
         emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
         self._count(step.samples, record_RBF, took_RB, emitted_RB)
+        told = []
         for round_, record_BF in enumerate(record_RBF):
             took = np.flatnonzero(took_RB[round_])
             # Those that drafted come first.
             members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")].tolist()
             if members:
-                told = self._step(planned, members, record_BF, starts_RB[round_], emitted_RB[round_])
-                self._speculation.learn(told, seconds)
+                told.append(self._step(planned, members, record_BF, starts_RB[round_], emitted_RB[round_]))
+        self._speculation.learn(told, seconds)
 
     def _take(
         self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray

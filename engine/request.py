@@ -145,12 +145,18 @@ class Sample:
     def label(self, policy_version: int, drafter_version: int = 0, count: int = 1) -> None:
         """Record that the newest `count` tokens were sampled by `policy_version`, under `drafter_version`."""
         start, end = len(self.ids) - count, len(self.ids)
-        last = self.spans[-1] if self.spans else None
         adapter_rev = self.group.adapter_rev
-        label = policy_version, adapter_rev, drafter_version, self.mixed_kv
-        if last and (last.policy_version, last.adapter_rev, last.drafter_version, last.mixed_kv) == label:
+        last = self.spans.pop() if self.spans else None
+        if (
+            last is not None
+            and last.policy_version == policy_version
+            and last.adapter_rev == adapter_rev
+            and last.drafter_version == drafter_version
+            and last.mixed_kv == self.mixed_kv
+        ):
             start = last.start
-            self.spans.pop()
+        elif last is not None:
+            self.spans.append(last)
         self.spans.append(
             Span(
                 start=start,

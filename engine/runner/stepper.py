@@ -58,6 +58,10 @@ class StepModes:
         return StepModes(truncated, edits, columns, top)
 
 
+Run = tuple[list[int], list[float], Columns | None]
+"""Tokens of a row, their log-probabilities, and the other columns where it wants any."""
+
+
 class HostResult:
     """A burst's results on the host: totals and the ring rows of its slots.
 
@@ -71,10 +75,8 @@ class HostResult:
         self._parts = parts
         self._top_rows = top_rows
 
-    def runs(
-        self, rows_M: np.ndarray, starts_M: np.ndarray, ends_M: np.ndarray, wants: Sequence[Want]
-    ) -> list[tuple[list[int], Columns]]:
-        """New tokens [start, end) of each of these rows, at most a ring, and the columns it wants."""
+    def runs(self, rows_M: np.ndarray, starts_M: np.ndarray, ends_M: np.ndarray, wants: Sequence[Want]) -> list[Run]:
+        """New tokens [start, end) of each of these rows, at most a ring."""
         counts_M = np.maximum(ends_M - starts_M, 0)
         stops_M = np.cumsum(counts_M)
         firsts_M = stops_M - counts_M
@@ -83,10 +85,11 @@ class HostResult:
         ids, logprobs = (self._parts[name][rows_T, places_T].tolist() for name in ("ids", "logprobs"))
         runs = []
         for row, first, stop, want in zip(rows_M.tolist(), firsts_M.tolist(), stops_M.tolist(), wants, strict=True):
-            columns = Columns(logprobs[first:stop])
-            if row in self._top_rows or want.extra_logprobs or want.entropy:
-                self._add_columns(columns, row, places_T[first:stop], want)
-            runs.append((ids[first:stop], columns))
+            more = None
+            if want.extra_logprobs or want.entropy or row in self._top_rows:
+                more = Columns()
+                self._add_columns(more, row, places_T[first:stop], want)
+            runs.append((ids[first:stop], logprobs[first:stop], more))
         return runs
 
     def _add_columns(self, columns: Columns, row: int, places: np.ndarray, want: Want) -> None:

@@ -52,15 +52,18 @@ class Committer:
             self._counters.generated_tokens += 1
             self._check_end(sample, token)
 
-    def commit_run(self, sample: Sample, ids: list[int], columns: Columns, host_stops: bool) -> None:
+    def commit_run(
+        self, sample: Sample, ids: list[int], logprobs: list[float], more: Columns | None, host_stops: bool
+    ) -> None:
         """Several tokens that the device drew for one sample. Only the last can be a stop id or reach
         the length, unless there are `host_stops`: ids that the device does not know. Those and a
         watcher may end the sample before, and the rest never existed."""
         if sample.watcher is None and not host_stops:
-            self._append_run(sample, ids, columns)
+            self._append_run(sample, ids, logprobs, more)
             return
         for place, token in enumerate(ids):
-            self._append_run(sample, [token], columns.part(place, place + 1))
+            part = None if more is None else more.part(place, place + 1)
+            self._append_run(sample, [token], logprobs[place : place + 1], part)
             if sample.finish is not None:
                 return
 
@@ -83,22 +86,24 @@ class Committer:
                 self.fail_bad_logits(sample)
             start += accepted + 1
 
-    def _commit_round(self, sample: Sample, columns: HostColumns, start: int, end: int, drafts: int) -> None:
+    def _commit_round(self, sample: Sample, rows: HostColumns, start: int, end: int, drafts: int) -> None:
         """Rows [start, end) of one sample, the first `drafts` of which had been drafted."""
         stops, whole = sample.row.stop_ids, end - start
         size = whole if not stops and sample.watcher is None else 1
         for place in range(start, end, max(1, size)):
-            ids = columns.ids[place : place + size]
+            ids = rows.ids[place : place + size]
             if not (ids[0] in stops and not sample.group.request.sampling.keep_stop):
                 sample.draft_use.accepted += min(size, max(0, drafts - (place - start)))
-            self._append_run(sample, ids, columns.run(place, place + size, sample.row.want))
+            self._append_run(sample, ids, *rows.run(place, place + size, sample.row.want))
             if sample.finish is not None:
                 return
 
-    def _append_run(self, sample: Sample, ids: list[int], columns: Columns) -> None:
+    def _append_run(self, sample: Sample, ids: list[int], logprobs: list[float], more: Columns | None) -> None:
         assert sample.sequence is not None
         sample.ids += ids
-        sample.columns.extend(columns)
+        sample.columns.logprobs += logprobs
+        if more is not None:
+            sample.columns.extend(more)
         sample.label(self._policy_version(), self._drafter_version(), len(ids))
         if sample.row.penalises:
             for token in ids:
@@ -109,7 +114,7 @@ class Committer:
         self._check_end(sample, ids[-1])
 
     def _check_end(self, sample: Sample, token: int) -> None:
-        params = sample.group.request.sampling
+        params = sample.row.params
         if token in sample.row.stop_ids:
             sample.matched = token
             if not params.keep_stop:
@@ -170,9 +175,9 @@ class HostColumns:
         self._top_ids = None if result.top_ids is None else result.top_ids.tolist()
         self._top_logprobs = None if result.top_logprobs is None else result.top_logprobs.tolist()
 
-    def run(self, start: int, end: int, want: Want) -> Columns:
-        """Rows [start, end), all of one sample, in the columns it asked for."""
-        columns = Columns(self._logprobs[start:end])
+    def run(self, start: int, end: int, want: Want) -> tuple[list[float], Columns]:
+        """Log-probabilities of rows [start, end), all of one sample, and the other columns it asked for."""
+        columns = Columns()
         for name in want.extra_logprobs:
             columns.extra[name] = self._extra[name][start:end]
         if want.entropy and self._entropy is not None:
@@ -180,7 +185,7 @@ class HostColumns:
         if want.top_logprobs and self._top_ids is not None and self._top_logprobs is not None:
             columns.top_ids = [ids[: want.top_logprobs] for ids in self._top_ids[start:end]]
             columns.top_logprobs = [values[: want.top_logprobs] for values in self._top_logprobs[start:end]]
-        return columns
+        return self._logprobs[start:end], columns
 
     def append_to(self, sample: Sample, row: int) -> None:
         """Append the row to the columns this sample asked for."""

@@ -223,11 +223,11 @@ class OverlappedLoop:
         starts_M, rows_M = np.array([len(sample.ids) for sample in samples], dtype=np.int64), np.array(rows, dtype=int)
         ends_M = np.minimum(columns.new[rows_M], starts_M + burst.steps)
         runs = columns.runs(rows_M, starts_M, ends_M, [sample.row.want for sample in samples])
-        for row, sample, (ids, wanted) in zip(rows, samples, runs, strict=True):
+        for row, sample, (ids, logprobs, more) in zip(rows, samples, runs, strict=True):
             if ids:
                 self._counters.decode_rows += len(ids)
                 tokens[row] = len(ids)
-                self._committer.commit_run(sample, ids, wanted, has_host_stops(sample))
+                self._committer.commit_run(sample, ids, logprobs, more, has_host_stops(sample))
             if finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == new[row]:
                 self._committer.fail_bad_logits(sample)
         if self._speculation is not None:

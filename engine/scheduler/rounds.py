@@ -193,10 +193,10 @@ class DeviceRounds:
         """Tokens of these rows up to number `ends_B[b]`, and the end of samples whose logits went bad behind them."""
         finished, new = host.finished.tolist(), host.new.tolist()
         runs = host.runs(rows_M, known_B[rows_M], ends_B[rows_M], [samples[b].row.want for b in rows_M.tolist()])
-        for b, end, (ids, columns) in zip(rows_M.tolist(), ends_B[rows_M].tolist(), runs, strict=True):
+        for b, end, (ids, logprobs, more) in zip(rows_M.tolist(), ends_B[rows_M].tolist(), runs, strict=True):
             sample = samples[b]
             if ids:
-                self._committer.commit_run(sample, ids, columns, has_host_stops(sample))
+                self._committer.commit_run(sample, ids, logprobs, more, has_host_stops(sample))
             if finished[b] == BAD and sample.state is SampleState.RUNNING and end == new[b]:
                 self._committer.fail_bad_logits(sample)
 

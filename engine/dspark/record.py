@@ -36,6 +36,8 @@ _MOST_CLASSES = 64
 _OTHERS = "others"
 _MOST_REMEMBERED = 16
 """Requests of a step whose outcomes go into means of their own: the host has as long as a round takes."""
+_MOST_FITTED = 256
+"""Outcomes of a batch that temperatures are fitted to, so that those come from many steps."""
 _BATCH = 8
 """Steps of more requests than that are summed up together, and tell of bounds of whole windows once. Whoever reads
 sums gets all of them; what is decided by them is a few steps late."""
@@ -208,7 +210,8 @@ class Record:
         self._batches += 1
         self._watch(steps[-1].plan.step, samples, outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:
-            self._online.observe(outcomes.confidence_NG, labels_NG)
+            every_nth = slice(None, None, -(-len(labels_NG) // _MOST_FITTED))
+            self._online.observe(outcomes.confidence_NG[every_nth], labels_NG[every_nth])
             every = self._config.recalibrate_every
             if every and self._rounds // every > (self._rounds - len(steps)) // every:
                 self._online.refit()

@@ -8,7 +8,7 @@ Labels are survivals: y_k = product over i <= k of the chance that draft i is ac
 verification yields for every draft it verified, reached or not. Drafts that were not verified have no
 label and take no part: whether they were verified depended on what came before them only.
 
-Shapes: N rounds, G drafts, B rows.
+Shapes: N rounds, S of them with a label, G drafts, B rows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def fit_scaling(logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndar
         seen_N = ~np.isnan(labels_NG[:, g])
         y, w, z = labels_NG[seen_N, g], weights_N[seen_N], logits_NG[:, g]
         plain_N = plain_N * _sigmoid(z)
-        errors = [expected_calibration_error((scaled_N * _sigmoid(z / t))[seen_N], y, w) for t in GRID]
+        known_S, z_S = scaled_N[seen_N], z[seen_N]
+        errors = [expected_calibration_error(known_S * _sigmoid(z_S / t), y, w) for t in GRID]
         best = int(np.argmin(errors)) if seen_N.any() else len(GRID) // 2
         temperatures.append(float(GRID[best]))
         scaled_N = scaled_N * _sigmoid(z / GRID[best])
@@ -140,9 +141,10 @@ class SurvivalScaling:
 
 class OnlineScaling:
     """Refits from what serving shows. It keeps the last `capacity` rounds of one rule and sampling
-    temperature; after a policy update older rounds weigh `fade` of what they did."""
+    temperature, as a refit goes over all of them while a device may wait; after a policy update older rounds weigh
+    `fade` of what they did."""
 
-    def __init__(self, scaling: SurvivalScaling, capacity: int = 8192, least: int = 512, fade: float = 0.25) -> None:
+    def __init__(self, scaling: SurvivalScaling, capacity: int = 2048, least: int = 512, fade: float = 0.25) -> None:
         drafts = len(scaling.temperatures_G)
         self._scaling = scaling
         self._least, self._fade = least, fade

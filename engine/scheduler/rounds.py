@@ -178,13 +178,15 @@ class DeviceRounds:
         starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
         emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
         self._count(step.samples, record_RBF, took_RB, emitted_RB)
+        anchors_RB = starts_RB + np.array([sample.row.prompt_len for sample in step.samples]) - 1
         told = []
         for round_, record_BF in enumerate(record_RBF):
             took = np.flatnonzero(took_RB[round_])
             # Those that drafted come first.
-            members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")].tolist()
-            if members:
-                told.append(self._step(planned, members, record_BF, starts_RB[round_], emitted_RB[round_]))
+            members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")]
+            if len(members):
+                places = (starts_RB[round_, members], anchors_RB[round_, members], emitted_RB[round_, members])
+                told.append(self._step(planned, members.tolist(), record_BF[members], *places))
         self._speculation.learn(told, seconds)
 
     def _take(
@@ -217,18 +219,23 @@ class DeviceRounds:
                 use.accepted += kept
 
     def _step(
-        self, planned: Planned, members: list[int], record_BF: np.ndarray, starts_B: np.ndarray, emitted_B: np.ndarray
+        self,
+        planned: Planned,
+        members: list[int],
+        record_MF: np.ndarray,
+        starts_M: np.ndarray,
+        anchors_M: np.ndarray,
+        emitted_M: np.ndarray,
     ) -> DraftStep:
-        """What the device did in a round, told as the serial loop tells it. Row b had `starts_B[b]` new tokens
-        before it."""
+        """What the device did in a round, told as the serial loop tells it. Member m had `starts_M[m]` new tokens
+        before it, and stood at `anchors_M[m]`."""
         foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
-        samples = [foreseen.samples[b] for b in members]
-        record_MF = record_BF[members]
+        samples, keys = [foreseen.samples[b] for b in members], [foreseen.keys[b] for b in members]
         window_M, verified_M, keep_M, accepted_M, _ = record_MF[:, :HEAD].T
         ids_MG = record_MF[:, HEAD : HEAD + drafts].astype(np.int64)
-        values_MPG = np.zeros((len(members), PARTS - 1, traits.max_drafts), dtype=np.float32)
-        bits_MX = record_MF[:, HEAD + drafts :].view(np.float32)
-        values_MPG[:, :, :drafts] = bits_MX.reshape(len(members), PARTS - 1, drafts)
+        values_MPG = record_MF[:, HEAD + drafts :].view(np.float32).reshape(len(members), PARTS - 1, drafts)
+        if drafts < traits.max_drafts:
+            values_MPG = np.pad(values_MPG, ((0, 0), (0, 0), (0, traits.max_drafts - drafts)))
         drafted = int((window_M > 0).sum())
         by_row = self.follows_host or self._speculation.by_request
         made = window_M.tolist() if by_row else [drafts] * drafted
@@ -239,16 +246,23 @@ class DeviceRounds:
         survival_BG = values_MPG[:drafted, 1].astype(np.float64)
         if self._speculation.by_request and traits.has_confidence:
             survival_BG = carried_on(survival_BG, window_M[:drafted])
-        starts, emitted = starts_B[members].tolist(), emitted_B[members].tolist()
-        anchors = [len(sample.group.prompt) + start - 1 for sample, start in zip(samples, starts, strict=True)]
-        contexts_M = np.array(anchors, dtype=np.float64) + 1 + emitted_B[members]
-        step = replace(
-            foreseen,
+        ran = planned.result
+        assert ran is not None, "it ran"
+        shape = replace(
+            foreseen.shape,
+            rows=ran.padded,
+            tier=ran.verify,
+            context_queries=float(((anchors_M + 1 + emitted_M) * (1 + verified_M)).sum()),
+            share=ran.slots / (ran.padded * drafts) if ran.slots else 1.0,
+        )
+        return DraftStep(
             samples=samples,
-            keys=[foreseen.keys[b] for b in members],
-            known=starts,
-            anchors=anchors,
-            emitted=emitted,
+            keys=keys,
+            known=starts_M.tolist(),
+            anchors=anchors_M.tolist(),
+            plan=foreseen.plan,
+            shape=shape,
+            emitted=emitted_M.tolist(),
             drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified_M.tolist(), strict=True)],
             keep=keep_M.tolist(),
             proposal=proposal,
@@ -256,16 +270,6 @@ class DeviceRounds:
             verdict=Verdict(accepted_M.tolist(), _NOTHING, []),
             chances_BG=_chances(values_MPG[:drafted, 2], verified_M[:drafted], accepted_M[:drafted]),
         )
-        ran = planned.result
-        assert ran is not None, "it ran"
-        step.shape = replace(
-            foreseen.shape,
-            rows=ran.padded,
-            tier=ran.verify,
-            context_queries=float((contexts_M * (1 + verified_M)).sum()),
-            share=ran.slots / (ran.padded * drafts) if ran.slots else 1.0,
-        )
-        return step
 
 
 def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarray) -> np.ndarray:

@@ -186,9 +186,10 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         keys, kinds_B = traffic.keys_B.tolist(), traffic.kinds_B.copy()
         most_B = np.minimum(DRAFTS, NEW - traffic.emitted_B - 1)
         began = time.thread_time()
-        known = [lagged.known(step, key) for key in keys]
-        prior = [estimate.survival(key, 0) if own is None else own for own, key in zip(known, keys, strict=True)]
-        outlook = Outlook(np.stack(prior), np.zeros(rows, int), most_B, context_B, float(context_B.sum()))
+        prior_BG = np.empty((rows, DRAFTS))
+        for b in lagged.known(step, keys, prior_BG):
+            prior_BG[b] = estimate.survival(keys[b], 0)
+        outlook = Outlook(prior_BG, np.zeros(rows, int), most_B, context_B, float(context_B.sum()))
         choice = planner.choose(outlook)
         planning = time.thread_time() - began
         lens_B = np.zeros(rows, dtype=np.int64)

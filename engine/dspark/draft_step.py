@@ -60,9 +60,3 @@ class DraftStep:
     def tokens(self) -> list[list[int]]:
         """What each row feeds: its anchor and its drafts."""
         return [[sample.ids[-1], *drafts] for sample, drafts in zip(self.samples, self.drafts, strict=True)]
-
-
-def distinct_tokens(samples: list[Sample]) -> float:
-    """Tokens in all contexts, a group's prompt counted once."""
-    prompts = {sample.group.arrival: len(sample.group.prompt) for sample in samples}
-    return float(sum(len(sample.ids) for sample in samples) + sum(prompts.values()))

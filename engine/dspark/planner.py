@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -61,7 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.msgpack.decode(data, type=StepPlan)
 
 
-@dataclass(slots=True)
+@dataclass
 class Outlook:
     """What is known of a step's requests before it drafts.
 
@@ -75,6 +76,32 @@ class Outlook:
     most_B: np.ndarray
     context_B: np.ndarray
     tokens_read: float
+
+    @cached_property
+    def ranking(self) -> Ranking:
+        return Ranking.of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Drafts of all requests in the order that a budget is spent in: the requests `row_M` they are of, and their
+    survivals. None is beyond what its request may have."""
+
+    row_M: np.ndarray
+    survival_M: np.ndarray
+
+    @staticmethod
+    def of(outlook: Outlook) -> Ranking:
+        # fmax takes the number where the other is none.
+        values_BG = np.minimum.accumulate(np.minimum(np.fmax(outlook.survival_BG, 0.0), 1.0), axis=1)
+        rows, drafts = values_BG.shape
+        place_G = np.arange(drafts)
+        keys_BG = values_BG
+        if outlook.least_B.any():
+            keys_BG = np.where(place_G < outlook.least_B[:, None], _FORCED, values_BG)
+        flat = np.where(place_G[:, None] < outlook.most_B, keys_BG.T, _BARRED).ravel()
+        order = np.argsort(-flat, kind="stable")[: int((flat >= 0.0).sum())]
+        return Ranking(order % rows, values_BG.T.ravel()[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +221,13 @@ class Planner:
     def _drafting(self, outlook: Outlook) -> tuple[Choice | None, Choice | None]:
         """The best tier, and the best graph that is there. Padding is filled with drafts, so a tier's budget is all
         it holds."""
-        values_BG, keys_BG = rank_keys(outlook)
-        rows, whole = values_BG.shape
-        flat = keys_BG.T.ravel()
-        most, least = int((flat >= 0.0).sum()), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
+        rows, whole = outlook.survival_BG.shape
+        ranking = outlook.ranking
+        most, least = len(ranking.row_M), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
         if most < least:
             return None, None
-        order = np.argsort(-flat, kind="stable")[:most]
-        tokens_M = rows + np.cumsum(values_BG.T.ravel()[order])
-        context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[order % rows])
+        tokens_M = rows + np.cumsum(ranking.survival_M)
+        context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[ranking.row_M])
 
         def best(
             padded_C: np.ndarray, tiers_C: np.ndarray, budgets_C: np.ndarray, slots_C: np.ndarray, capture: bool
@@ -261,7 +286,7 @@ class Planner:
 
     def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
         """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""
-        slots_C = np.array([slots_for(budget, most) for budget in budgets_C.tolist()])
+        slots_C = np.minimum(np.ceil(budgets_C * _SPARE), most).astype(np.int64)
         if self._draft_tiers is None:
             return slots_C
         places_C = np.searchsorted(self._draft_tiers, slots_C)
@@ -307,19 +332,7 @@ def slots_for(budget: int, most: int) -> int:
 def drafted(outlook: Outlook, slots: int) -> np.ndarray:
     """Drafts to make of each request, int64 [B], `slots` in all: a prefix of each, by the survivals that the
     budget was chosen from, so that neither depends on a draft of this step."""
-    _, keys_BG = rank_keys(outlook)
-    flat = keys_BG.T.ravel()
-    order = np.argsort(-flat, kind="stable")[:slots]
-    return np.bincount(order[flat[order] >= 0.0] % len(keys_BG), minlength=len(keys_BG))
-
-
-def rank_keys(outlook: Outlook) -> tuple[np.ndarray, np.ndarray]:
-    """Survivals [B, G], and the keys they are ranked by: forced ones first, barred ones negative."""
-    # fmax takes the number where the other is none.
-    values_BG = np.minimum.accumulate(np.minimum(np.fmax(outlook.survival_BG, 0.0), 1.0), axis=1)
-    place_G = np.arange(values_BG.shape[1])
-    keys_BG = np.where(place_G < outlook.least_B[:, None], _FORCED, values_BG)
-    return values_BG, np.where(place_G < outlook.most_B[:, None], keys_BG, _BARRED)
+    return np.bincount(outlook.ranking.row_M[:slots], minlength=len(outlook.most_B))
 
 
 def spend(
@@ -344,16 +357,13 @@ def spend(
 
 def windows(
     max_drafts: int,
-    remaining: Sequence[int],
-    anchors: Sequence[int],
+    remaining_B: np.ndarray,
+    anchors_B: np.ndarray,
     context_len: int,
     drafter_context: int,
     block: int,
-) -> list[int]:
-    """The most drafts each request may verify: what it may still emit beside the token after them, what
+) -> np.ndarray:
+    """The most drafts each request may verify, int64 [B]: what it may still emit beside the token after them, what
     fits its context, and none where the drafter's block would pass its own context."""
-    most = []
-    for left, anchor in zip(remaining, anchors, strict=True):
-        room = min(max_drafts, left - 1, context_len - 1 - anchor - 1)
-        most.append(max(0, room) if anchor + block <= drafter_context else 0)
-    return most
+    room_B = np.minimum(np.minimum(remaining_B - 1, context_len - 2 - anchors_B), max_drafts)
+    return np.where(anchors_B + block <= drafter_context, np.maximum(room_B, 0), 0)

@@ -30,6 +30,7 @@ from engine.sampling.params import RowSampling
 
 if TYPE_CHECKING:
     from engine.dspark.draft_step import DraftStep
+    from engine.scheduler.rows import Rows
 
 _MOST_CLASSES = 64
 """Requests name their domains and policies, and every pair is a set of series in whoever collects them."""
@@ -67,12 +68,18 @@ class Record:
         """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
         return self._estimate.survival(sample.group.arrival, sample.order, policy_of(sample.group))
 
-    def allows(self, step: int, sample: Sample) -> bool:
-        """Whether drafts pay at the sample's length and under its policy, as far as outcomes tell."""
-        policy = policy_of(sample.group)
-        return self.switch.allows_length(step, sample.length) and (
-            not policy or self.switch.allows_policy(step, policy)
-        )
+    def allows(self, step: int, rows: Rows) -> np.ndarray:
+        """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
+        # Lengths are told apart by powers of two.
+        bits_B, allowed_B = np.frexp(rows.length_B)[1], np.ones(len(rows), dtype=bool)
+        for bits in set(bits_B.tolist()):
+            if not self.switch.allows_length(step, (1 << bits) - 1):
+                allowed_B[bits_B == bits] = False
+        if rows.adapted:
+            policies = [policy_of(sample.group) for sample in rows.samples]
+            barred = {policy for policy in set(policies) if policy and not self.switch.allows_policy(step, policy)}
+            allowed_B &= np.array([policy not in barred for policy in policies])
+        return allowed_B
 
     def observe(self, step: DraftStep, seconds: float | None) -> None:
         """A step whose tokens are with their samples."""

@@ -26,7 +26,7 @@ from engine.dspark.acceptance import Round, verify_coupled, verify_rejection
 from engine.dspark.alternation import Alternation
 from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
-from engine.dspark.draft_step import DraftStep, distinct_tokens
+from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Graphs, Outlook, Planner, drafted, spend, windows
@@ -38,6 +38,7 @@ from engine.memory.transfer import send
 from engine.request import Sample
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
+from engine.scheduler.rows import RowColumns, Rows
 
 
 class Speculation:
@@ -72,8 +73,11 @@ class Speculation:
         """Whether rounds draft blocks of different lengths, as many drafts of each row as the plan says."""
         self._lagged = LaggedSurvivals()
         self._step = 0
-        self._residents: dict[int, tuple[int, Sample]] = {}
-        """Slot -> key of the sequence that the drafter was told of, and its sample."""
+        self._columns = RowColumns(pages.table.num_slots)
+        self._keys_S = np.zeros(pages.table.num_slots, dtype=np.int64)
+        """Key of the sequence that the drafter was told of by slot, 0 for none."""
+        self._residents: dict[int, Sample] = {}
+        """Their samples."""
         self._told: dict[int, int] = {}
         """Slot -> tokens that it surely knows of it; rounds tell it more."""
         self.alternation: Alternation | None = None
@@ -83,135 +87,125 @@ class Speculation:
 
     def draft(self, samples: list[Sample]) -> DraftStep:
         """Decide on the next step of these rows, each with room for its next token, and draft for it."""
-        step, most, proposal = self.foresee(samples)
+        step, rows, most_B, proposal = self.foresee(self._columns.rows(samples))
         if step.plan.drafting:
-            self._fill(step, most, proposal)
+            self._fill(step, rows, most_B, proposal)
         else:
             step.drafts, step.keep = [[] for _ in step.samples], [0] * len(step.samples)
         return step
 
-    def foresee(self, samples: list[Sample]) -> tuple[DraftStep, list[int], Proposal | None]:
-        """A step's plan without its drafts, the most of them by row, and the drafts where they are known before
-        the plan is made."""
+    def foresee(self, rows: Rows) -> tuple[DraftStep, Rows, np.ndarray, Proposal | None]:
+        """A step's plan without its drafts, its rows in order, the most drafts of each, and the drafts where they
+        are known before the plan is made."""
         began = time.perf_counter()
         self._step += 1
-        self._adopt(samples)
-        most = self._windows(samples)
+        self._adopt(rows)
+        most_B = self._windows(rows)
         proposal = None
-        if self.drafter.traits.foreseen and any(most):
-            drafting = [b for b, count in enumerate(most) if count]
-            found = self._propose([samples[b] for b in drafting])
-            for b, count in zip(drafting, found.lens, strict=True):
-                most[b] = min(most[b], count)
-            kept = [row for row, b in enumerate(drafting) if most[b]]
+        if self.drafter.traits.foreseen and most_B.any():
+            drafting = np.flatnonzero(most_B)
+            found = self._propose([rows.samples[b] for b in drafting.tolist()])
+            most_B[drafting] = np.minimum(most_B[drafting], found.lens)
+            kept = np.flatnonzero(most_B[drafting]).tolist()
             proposal = Proposal(found.ids_BG[kept], [found.lens[row] for row in kept])
-        order = sorted(range(len(samples)), key=lambda b: most[b] == 0)
-        samples, most = [samples[b] for b in order], [most[b] for b in order]
-        step, most = self._plan(samples, most)
+        rows, most_B = _drafting_first(rows, most_B)
+        step, rows, most_B = self._plan(rows, most_B)
         self.record.planning_seconds += time.perf_counter() - began
-        if self.alternation is not None and not (any(most) or self.drafter.traits.foreseen):
+        drafts = bool(most_B.any())
+        if self.alternation is not None and not (drafts or self.drafter.traits.foreseen):
             self.alternation.had_no_room()
         elif self.alternation is not None:
-            self.alternation.answered(step.plan.drafting, step.plan.probe, any(most))
-        return step, most, proposal
+            self.alternation.answered(step.plan.drafting, step.plan.probe, drafts)
+        return step, rows, most_B, proposal
 
-    def _adopt(self, samples: list[Sample]) -> None:
+    def _adopt(self, rows: Rows) -> None:
         """Tell the drafter who came and who has gone since the last step."""
-        present = {_slot(sample): (_key(sample), sample) for sample in samples}
-        for slot, (key, sample) in list(self._residents.items()):
-            if slot not in present or present[slot][0] != key:
-                self.drafter.release(slot)
-                self.record.forget(key, sample)
-                del self._residents[slot]
-        for slot, (key, sample) in present.items():
-            if slot not in self._residents:
-                self.drafter.admit(slot, sample.tokens())
-                self._residents[slot] = (key, sample)
-                self._told[slot] = sample.length - 1
+        keys_S, slots_B = np.zeros_like(self._keys_S), rows.slots_B
+        keys_S[slots_B] = rows.keys_B
+        came = np.flatnonzero(self._keys_S[slots_B] != rows.keys_B).tolist()
+        for slot in np.flatnonzero((self._keys_S != keys_S) & (self._keys_S != 0)).tolist():
+            self.drafter.release(slot)
+            self.record.forget(int(self._keys_S[slot]), self._residents.pop(slot))
+        for b in came:
+            slot, sample = int(slots_B[b]), rows.samples[b]
+            self.drafter.admit(slot, sample.tokens())
+            self._residents[slot] = sample
+            self._told[slot] = sample.length - 1
+        self._keys_S = keys_S
 
-    def _windows(self, samples: list[Sample]) -> list[int]:
+    def _windows(self, rows: Rows) -> np.ndarray:
         """The most drafts each row may verify, within what it asked for, its length, the contexts and the pages
-        it can get."""
+        it can get; int64 [B]."""
         traits = self.drafter.traits
         if self.faulty is not None:
-            return [0] * len(samples)
+            return np.zeros(len(rows), dtype=np.int64)
         context = min(traits.context_len, self._context_len, self.config.max_context or self._context_len)
-        anchors = [sample.length - 1 for sample in samples]
-        remaining = [sample.remaining for sample in samples]
-        most = windows(self.max_drafts, remaining, anchors, self._context_len, context, traits.block)
-        for b, sample in enumerate(samples):
-            asked = sample.group.request.draft_window
-            if asked is not None and asked.most is not None:
-                most[b] = min(most[b], asked.most)
-            if self.config.mode == "compact" and not self.record.allows(self._step, sample):
-                most[b] = 0
-            assert sample.sequence is not None
-            wanted = anchors[b] + max(traits.block, 1 + most[b])
-            if most[b] and not self._pages.reserve(sample.sequence, wanted):
-                room = self._pages.room(sample.sequence) - anchors[b]
-                most[b] = 0 if room < traits.block else min(most[b], room - 1)
-        return most
-
-    def least(self, samples: list[Sample], most: Sequence[int]) -> np.ndarray:
-        """Drafts of each row that come before all others, int64 [B]."""
-        asked = [sample.group.request.draft_window for sample in samples]
-        least = [max(self.config.least, 0 if window is None else window.least) for window in asked]
-        return np.minimum(np.array(least, dtype=np.int64), np.array(most, dtype=np.int64))
-
-    def _plan(self, samples: list[Sample], most: list[int]) -> tuple[DraftStep, list[int]]:
-        """The step without drafts, but with its budget, and the most drafts of each of its rows. Where their
-        number is chosen by row, those that make any come first, samples of a prompt side by side."""
-        rows, total = len(samples), sum(most)
-        context_B = np.array([sample.length for sample in samples], dtype=np.float64)
-        keys = [_key(sample) for sample in samples]
-        known = [self._lagged.known(self._step, key) for key in keys]
-        chances = [self.record.prior(row) if own is None else own for row, own in zip(samples, known, strict=True)]
-        outlook = Outlook(
-            survival_BG=np.stack(chances)[:, : self.max_drafts],
-            least_B=self.least(samples, most),
-            most_B=np.array(most),
-            context_B=context_B,
-            tokens_read=distinct_tokens(samples),
-        )
+        anchors_B = rows.length_B - 1
+        most_B = windows(self.max_drafts, rows.remaining_B, anchors_B, self._context_len, context, traits.block)
+        most_B = np.minimum(most_B, rows.most_B)
         if self.config.mode == "compact":
-            choice = self._planner.choose(outlook, self.record.switch.allows(self._step, rows))
+            most_B = np.where(self.record.allows(self._step, rows), most_B, 0)
+        wanted_B = np.where(most_B > 0, anchors_B + np.maximum(traits.block, 1 + most_B), 0)
+        for b in self._pages.lacking(rows.slots_B, wanted_B):
+            if most_B[b] and not self._pages.reserve(rows.sequence(b), int(wanted_B[b])):
+                room = self._pages.room(rows.sequence(b)) - int(anchors_B[b])
+                most_B[b] = 0 if room < traits.block else min(most_B[b], room - 1)
+        return most_B
+
+    def least(self, rows: Rows, most_B: np.ndarray) -> np.ndarray:
+        """Drafts of each row that come before all others, int64 [B]."""
+        return np.minimum(np.maximum(rows.least_B, self.config.least), most_B)
+
+    def _chances(self, rows: Rows) -> np.ndarray:
+        """What is known of each row's survivals before it drafts, float64 [B, G]."""
+        survival_BG = np.empty((len(rows), self.drafter.traits.max_drafts))
+        for b in self._lagged.known(self._step, rows.keys_B.tolist(), survival_BG):
+            survival_BG[b] = self.record.prior(rows.samples[b])
+        return survival_BG[:, : self.max_drafts]
+
+    def _plan(self, rows: Rows, most_B: np.ndarray) -> tuple[DraftStep, Rows, np.ndarray]:
+        """The step without drafts, but with its budget, its rows and the most drafts of each. Where their
+        number is chosen by row, those that make any come first, samples of a prompt side by side."""
+        count, total, context_B = len(rows), int(most_B.sum()), rows.length_B.astype(np.float64)
+        outlook = Outlook(self._chances(rows), self.least(rows, most_B), most_B, context_B, rows.distinct_tokens)
+        if self.config.mode == "compact":
+            choice = self._planner.choose(outlook, self.record.switch.allows(self._step, count))
         else:
-            drafting = total > 0 and (self.config.max_rows is None or rows <= self.config.max_rows)
+            drafting = total > 0 and (self.config.max_rows is None or count <= self.config.max_rows)
             budget = total if drafting else 0
             if drafting and self.config.mode == "cap_accept":
                 budget = self._planner.choose(outlook).budget
-            choice = Choice(drafting, budget, rows + (total if drafting else 0), 0.0, 0.0)
+            choice = Choice(drafting, budget, count + (total if drafting else 0), 0.0, 0.0)
         share = 1.0
         if self.by_request and choice.drafting:
-            made_B = drafted(outlook, choice.slots)
-            share = choice.slots / (rows * self.max_drafts)
-            order = np.argsort(made_B == 0, kind="stable").tolist()
-            samples, keys, most = [samples[b] for b in order], [keys[b] for b in order], made_B[order].tolist()
+            share = choice.slots / (count * self.max_drafts)
+            rows, most_B = _drafting_first(rows, drafted(outlook, choice.slots))
         step = DraftStep(
-            samples=samples,
-            keys=keys,
-            known=[len(sample.ids) for sample in samples],
-            anchors=[sample.length - 1 for sample in samples],
-            plan=choice.plan(self._step, [_slot(sample) for sample in samples]),
-            shape=StepShape(rows, rows, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
+            samples=rows.samples,
+            keys=rows.keys_B.tolist(),
+            known=rows.known_B.tolist(),
+            anchors=(rows.length_B - 1).tolist(),
+            plan=choice.plan(self._step, rows.slots_B.tolist()),
+            shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
         )
-        return step, most
+        return step, rows, most_B
 
-    def _fill(self, step: DraftStep, most: list[int], proposal: Proposal | None) -> None:
+    def _fill(self, step: DraftStep, rows: Rows, most_B: np.ndarray, proposal: Proposal | None) -> None:
         """Draft, and spend the budget over what came of it."""
-        members = sum(count > 0 for count in most)
+        members = int((most_B > 0).sum())
         samples = step.samples[:members]
         if proposal is None:
             proposal = self._propose(samples)
-        most = [min(count, found) for count, found in zip(most[:members], proposal.lens, strict=True)]
+        least_B = self.least(rows, most_B)[:members]
+        most = np.minimum(most_B[:members], proposal.lens).tolist()
         if proposal.confidence_BG is None:
             step.survival_BG = np.stack([self.record.prior(sample) for sample in samples])
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
             self._lagged.note(self._step, [_key(sample) for sample in samples], step.survival_BG)
-        most_B, least_B = torch.tensor(most), torch.from_numpy(self.least(samples, most))
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
-        lens = spend(survival_BG, least_B, most_B, step.plan.budget).tolist()
+        least_B = np.minimum(least_B, most)
+        lens = spend(survival_BG, torch.from_numpy(least_B), torch.tensor(most), step.plan.budget).tolist()
         rest = [0] * (len(step.samples) - members)
         step.plan = step.plan.spent(lens + rest)
         step.keep = lens + rest
@@ -354,20 +348,21 @@ class Speculation:
             self.record.interrupt(_key(sample))
         if not running:
             return
+        rows = self._columns.rows(running)
         if seconds is not None:
-            context = float(sum(sample.length for sample in running))
-            shape = StepShape(len(running), len(running), False, distinct_tokens(running), context)
+            context = float(rows.length_B.sum())
+            shape = StepShape(len(running), len(running), False, rows.distinct_tokens, context)
             self.cost.observe(shape, seconds)
         if not self.captured_layers:
-            self._follow(running)
+            self._follow(rows)
 
-    def _follow(self, samples: list[Sample]) -> None:
+    def _follow(self, rows: Rows) -> None:
         """Tell a drafter that needs nothing but tokens of those that bursts brought, and ask for a round
         where it has found something to say."""
-        self._adopt(samples)
-        self._tell(samples)
+        self._adopt(rows)
+        self._tell(rows.samples)
         if self.drafter.traits.foreseen and self.alternation is not None and self.alternation.wants_hints:
-            going_on = [sample for sample in samples if sample.remaining > 1]
+            going_on = [sample for sample in rows.samples if sample.remaining > 1]
             if going_on and any(self._propose(going_on, torch.device("cpu")).lens):
                 self.alternation.hint()
 
@@ -398,6 +393,14 @@ class Speculation:
         self.faulty = None
         self._lagged = LaggedSurvivals()
         self.record.new_drafter()
+
+
+def _drafting_first(rows: Rows, most_B: np.ndarray) -> tuple[Rows, np.ndarray]:
+    """Those without drafts behind the others."""
+    if most_B.all():
+        return rows, most_B
+    order = np.argsort(most_B == 0, kind="stable")
+    return rows.take(order), most_B[order]
 
 
 def _slot(sample: Sample) -> int:

@@ -28,19 +28,33 @@ class LaggedSurvivals:
 
     def __init__(self, lag: int = 2) -> None:
         self._lag = lag
-        self._steps: OrderedDict[int, dict[Hashable, np.ndarray]] = OrderedDict()
+        self._steps: OrderedDict[int, tuple[dict[Hashable, int], np.ndarray]] = OrderedDict()
+        """Step -> which row was whose, and the rows."""
 
     def note(self, step: int, keys: Sequence[Hashable], survival_BG: np.ndarray) -> None:
-        self._steps[step] = dict(zip(keys, survival_BG, strict=True))
+        assert len(keys) == len(survival_BG), f"{len(keys)} keys, {len(survival_BG)} rows"
+        self._steps[step] = dict(zip(keys, range(len(keys)), strict=True)), survival_BG
         while next(iter(self._steps)) <= step - self._lag - _OLDEST:
             self._steps.popitem(last=False)
 
-    def known(self, step: int, key: Hashable) -> np.ndarray | None:
-        """The newest survivals of `key` that planning for `step` may use."""
+    def known(self, step: int, keys: Sequence[Hashable], survival_BG: np.ndarray) -> list[int]:
+        """Put the newest survivals that planning for `step` may use into the rows of `keys`. Returns the rows of
+        those that none are known of."""
+        missing = list(range(len(keys)))
         for noted in reversed(self._steps):
-            if noted <= step - self._lag and key in self._steps[noted]:
-                return self._steps[noted][key] if noted > step - self._lag - _OLDEST else None
-        return None
+            if not missing or noted <= step - self._lag - _OLDEST:
+                break
+            if noted <= step - self._lag:
+                places, noted_BG = self._steps[noted]
+                found = [places.get(keys[b], -1) for b in missing]
+                if -1 in found:
+                    rows = [b for b, place in zip(missing, found, strict=True) if place >= 0]
+                    missing = [b for b, place in zip(missing, found, strict=True) if place < 0]
+                    found = [place for place in found if place >= 0]
+                else:
+                    rows, missing = missing, []
+                survival_BG[rows] = noted_BG[found]
+        return missing
 
 
 def carried_on(survival_BG: np.ndarray, made_B: np.ndarray) -> np.ndarray:

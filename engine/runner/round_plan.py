@@ -9,6 +9,7 @@ Shapes: B rows, G drafts a row, P page-table columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +33,9 @@ class RoundModes:
     mode: Mode
 
 
+Column = Sequence[int] | np.ndarray
+"""A number of each row."""
+
 COLUMNS = ("slots", "most", "least", "room", "order", "adapters")
 """Of a message, each as long as its tier; then come the budget, survivals and drafts."""
 
@@ -49,13 +53,13 @@ class RoundPlan:
     there serves rather than one that has to be made.
     """
 
-    slots: list[int]
+    slots: Column
     rounds: int
     verify: int
     budget: int
-    most: list[int]
-    least: list[int]
-    room: list[int]
+    most: Column
+    least: Column
+    room: Column
     modes: RoundModes
     page_tables_BP: np.ndarray
     survival_BG: np.ndarray
@@ -74,9 +78,10 @@ class RoundPlan:
         rows, drafts = self.survival_BG.shape
         message = np.zeros(message_size(tier, drafts), dtype=np.int32)
         message[:tier] = -1
-        adapters_B = np.full(tier, BASE, dtype=np.int32)
-        adapters_B[: len(self.adapters)] = self.adapters
-        order_B = np.argsort(adapters_B, kind="stable")
+        order_B, adapters_B = np.arange(tier), np.full(tier, BASE, dtype=np.int32)
+        if self.adapters:
+            adapters_B[: len(self.adapters)] = self.adapters
+            order_B = np.argsort(adapters_B, kind="stable")
         columns = (self.slots, self.most, self.least, self.room, order_B, adapters_B[order_B])
         for place, values in enumerate(columns):
             message[place * tier : place * tier + len(values)] = values

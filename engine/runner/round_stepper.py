@@ -30,6 +30,7 @@ from engine.runner.round_launches import RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
 from engine.runner.stepper import HostCopy, HostResult, to_host
 from engine.scheduler.batching import shared_prefixes
+from engine.scheduler.rows import Rows
 from lora.kernel_step import Variant
 
 
@@ -105,6 +106,9 @@ class RoundStepper:
         self._captured: dict[_Key, CapturedRound] = {}
         self._kind: tuple[RoundModes, Variant | None, bool] | None = None
         """Of the round that ran last, beside its tiers."""
+        self._sharing_B = np.empty(0, dtype=np.int64)
+        """Keys of the rows that were last looked at for what they share, which was `_found`."""
+        self._found: list[SharedPrefix] = []
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -140,14 +144,16 @@ class RoundStepper:
         self._scratch = None
         self._graphs.forget()
 
-    def prefixes(self, samples: list[Sample], page_tables_BP: np.ndarray, verify: int) -> list[SharedPrefix]:
-        """What is worth reading once for `verify` rows of these samples, of what they are known to share."""
-        if len(samples) < 2:
+    def prefixes(self, rows: Rows, page_tables_BP: np.ndarray, verify: int) -> list[SharedPrefix]:
+        """What is worth reading once for `verify` rows of these, of what they are known to share. Pages that are
+        shared are full and stay: what was found holds for these rows in this order."""
+        if len(rows) < 2:
             return []
-        computed_B = np.array([sample.length - 1 for sample in samples])
         pool = self._parts.pool
-        found = shared_prefixes(page_tables_BP, computed_B, pool.page_size)
-        return worthwhile(found, self._parts.backend.size(pool), verify / len(samples))
+        if not np.array_equal(rows.keys_B, self._sharing_B):
+            self._sharing_B = rows.keys_B
+            self._found = shared_prefixes(page_tables_BP, rows.length_B - 1, pool.page_size)
+        return worthwhile(self._found, self._parts.backend.size(pool), verify / len(rows)) if self._found else []
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
@@ -160,10 +166,9 @@ class RoundStepper:
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         captured.launches.share(plan.prefixes, verify / plan.rows)
-        records = []
+        records, record_BF = [], captured.launches.record_BF[:rows]
         for _ in range(plan.rounds):
             captured.replay()
-            record_BF = captured.launches.record_BF[:rows]
             # A copy to the host is in order: the next round overwrites this one's record behind it.
             records.append(to_host(record_BF) if record_BF.is_cuda else record_BF.clone())
         stacked = adapters is not None and adapters.stack is not None
@@ -178,7 +183,7 @@ class RoundStepper:
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, _Key]:
         verify, slots = self.tier(plan.verify), 0
         if self.draft_tiers is not None:
-            drafted = sum(self._parts.limits.lead + count for count in plan.most if count)
+            drafted = self._parts.limits.lead * np.count_nonzero(plan.most) + int(np.sum(plan.most))
             slots = self.draft_tiers[bisect.bisect_left(self.draft_tiers, drafted)]
         self._drop_moved()
         variant = None

@@ -186,6 +186,8 @@ class BatchBuilder:
 def shared_prefixes(page_tables_BP: np.ndarray, computed_B: np.ndarray, page_size: int) -> list[SharedPrefix]:
     """Runs of neighbouring rows that begin with the same full pages. The page that a row is
     writing is its own and never counts."""
+    if not (page_tables_BP[:-1, 0] == page_tables_BP[1:, 0]).any():
+        return []
     full_B = computed_B // page_size
     equal_BP = np.logical_and.accumulate(page_tables_BP[:-1] == page_tables_BP[1:], axis=1)
     depth_B = np.minimum(equal_BP.sum(axis=1), np.minimum(full_B[:-1], full_B[1:]))

@@ -29,6 +29,7 @@ from engine.runner.stepper import BurstResult, Stepper
 from engine.scheduler.commit import Committer
 from engine.scheduler.handover import has_host_stops, row_state
 from engine.scheduler.loop import SerialLoop
+from engine.scheduler.rows import RowColumns, Rows
 from engine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -84,8 +85,10 @@ class OverlappedLoop:
         self._committed_at: float | None = None
         """When the last burst was committed, where nothing but bursts has run since."""
         self._flying: Burst | None = None
-        self._resident: dict[int, int] = {}
-        """Slot -> key of the sequence whose state the device holds."""
+        num_slots = scheduler.pages.table.num_slots
+        self._columns = RowColumns(num_slots)
+        self._resident_S = np.zeros(num_slots, dtype=np.int64)
+        """Key of the sequence whose state the device holds, 0 for none."""
 
     @property
     def in_flight(self) -> bool:
@@ -143,45 +146,48 @@ class OverlappedLoop:
 
     def _launch(self, previous: Burst | None, most: int) -> Burst | None:
         scheduler = self._scheduler
-        flying = {} if previous is None else dict.fromkeys(previous.keys, (previous.steps, previous.most))
-        samples = [s for s in scheduler.running if s.remaining > flying.get(_key(s), (0, 0))[0]]
-        if not samples:
+        rows = self._columns.rows(scheduler.running)
+        flying_B = _in_flight(previous, rows)
+        least, ahead = (0, 0) if previous is None else (previous.steps, previous.most)
+        going_B = rows.remaining_B > least * flying_B
+        if not going_B.all():
+            rows, flying_B = rows.take(np.flatnonzero(going_B)), flying_B[going_B]
+        if not len(rows):
             return None
-        planned = self._plan(samples)
+        planned = self._plan(rows)
         if planned is not None and self._rounds is not None:
-            samples = planned.step.samples
-            ahead = [flying.get(_key(s), (0, 0))[1] for s in samples]
+            rows = planned.rows
+            ahead_B = ahead * _in_flight(previous, rows)
             steps = self._rounds.rounds(planned, most)
-            reserved = scheduler.reserve_ahead(samples, [a + 1 for a in ahead])
+            reserved = scheduler.reserve_ahead(rows, ahead_B + 1)
             if reserved:
-                self._rounds.reserve(samples, [a + steps * self._rounds.window for a in ahead])
+                self._rounds.reserve(rows, ahead_B + steps * self._rounds.window)
         else:
-            least, ahead = zip(*(flying.get(_key(s), (0, 0)) for s in samples), strict=True)
-            steps = min(most, max(s.remaining - a for s, a in zip(samples, least, strict=True)))
-            reserved = scheduler.reserve_ahead(samples, [a + steps for a in ahead])
+            steps = min(most, int((rows.remaining_B - least * flying_B).max()))
+            reserved = scheduler.reserve_ahead(rows, ahead * flying_B + steps)
         if not reserved:
             # Somebody must give way, which needs the host's view to be whole.
             if previous is not None:
                 self._commit(previous)
             scheduler.grow()
-            samples, steps, planned = list(scheduler.running), 1, None
-            if not samples:
+            rows, steps, planned = self._columns.rows(scheduler.running), 1, None
+            if not len(rows):
                 return None
-        self._hand_over(samples)
-        return self._run(samples, steps, planned, None if previous is None else previous.planned)
+        self._hand_over(rows)
+        return self._run(rows, steps, planned, None if previous is None else previous.planned)
 
-    def _plan(self, samples: list[Sample]) -> Planned | None:
+    def _plan(self, rows: Rows) -> Planned | None:
         if self._rounds is None or not self._asks():
             return None
-        return self._rounds.plan(samples)
+        return self._rounds.plan(rows)
 
-    def _run(self, samples: list[Sample], steps: int, planned: Planned | None, before: Planned | None) -> Burst:
-        keys, captures = [_key(s) for s in samples], self._counters.graph_captures
+    def _run(self, rows: Rows, steps: int, planned: Planned | None, before: Planned | None) -> Burst:
+        samples, keys, captures = rows.samples, rows.keys_B.tolist(), self._counters.graph_captures
         self._counters.steps += steps
         if planned is not None and self._rounds is not None:
             most, result = steps * self._rounds.window, self._rounds.launch(planned, steps, before)
         else:
-            most, result = steps, self._stepper.run(samples, [_slot(s) for s in samples], steps)
+            most, result = steps, self._stepper.run(samples, rows.slots_B.tolist(), steps)
             if self._speculation is not None:
                 self._speculation.passed(steps)
         if self._counters.graph_captures != captures:
@@ -190,22 +196,21 @@ class OverlappedLoop:
 
     def _take_back(self) -> None:
         """The device knows of no row any more; the host's view is whole."""
-        self._table.release(list(self._resident))
-        self._resident.clear()
+        self._table.release(np.flatnonzero(self._resident_S).tolist())
+        self._resident_S[:] = 0
 
-    def _hand_over(self, samples: list[Sample]) -> None:
+    def _hand_over(self, rows: Rows) -> None:
         """Give the device the rows whose state it does not hold, and take back what those that have
         gone since the last such time still hold."""
-        joining = [s for s in samples if self._resident.get(_slot(s)) != _key(s)]
+        joining = np.flatnonzero(self._resident_S[rows.slots_B] != rows.keys_B).tolist()
         if not joining:
             return
-        slots = {_slot(s) for s in samples}
-        gone = [slot for slot in self._resident if slot not in slots]
-        self._table.release(gone)
-        for slot in gone:
-            del self._resident[slot]
-        self._table.admit([row_state(s) for s in joining])
-        self._resident.update((_slot(s), _key(s)) for s in joining)
+        left_S = self._resident_S.copy()
+        left_S[rows.slots_B] = 0
+        self._table.release(np.flatnonzero(left_S).tolist())
+        self._table.admit([row_state(rows.samples[b]) for b in joining])
+        self._resident_S[:] = 0
+        self._resident_S[rows.slots_B] = rows.keys_B
 
     def _commit(self, burst: Burst) -> None:
         burst.committed = True
@@ -239,11 +244,7 @@ class OverlappedLoop:
         return None if before is None else (self._committed_at - before) / steps
 
 
-def _key(sample: Sample) -> int:
-    assert sample.sequence is not None
-    return sample.sequence.key
-
-
-def _slot(sample: Sample) -> int:
-    assert sample.sequence is not None
-    return sample.sequence.slot
+def _in_flight(burst: Burst | None, rows: Rows) -> np.ndarray:
+    """Whether each row takes part in the burst, bool [B]."""
+    keys = set() if burst is None else set(burst.keys)
+    return np.array([key in keys for key in rows.keys_B.tolist()], dtype=bool)

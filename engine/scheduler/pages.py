@@ -121,6 +121,12 @@ class PageManager:
             sequence, num_tokens
         )
 
+    def lacking(self, slots_B: np.ndarray, num_tokens_B: np.ndarray) -> list[int]:
+        """Which of these slots may have no room for so many tokens; `reserve` says of each."""
+        if self.windows is not None:
+            return list(range(len(slots_B)))
+        return np.flatnonzero(num_tokens_B > self.table.num_pages_S[slots_B] * self.page_size).tolist()
+
     def prefillable(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
         """How many of the next `num_tokens` tokens can be computed, whose pages are held, with `spare` window pages
         left to others."""

@@ -12,7 +12,6 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +34,7 @@ from engine.sampling.columns import SampleResult
 from engine.scheduler.commit import Committer
 from engine.scheduler.handover import has_host_stops
 from engine.scheduler.pages import PageManager
+from engine.scheduler.rows import Rows
 
 _ENOUGH_SECONDS = 0.006
 """Rounds that take this long together keep a device busy until the host comes with the next ones."""
@@ -44,11 +44,12 @@ _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
 
 @dataclass(slots=True)
 class Planned:
-    """A round that was decided on, `most[b]` drafts a row at most, and the drafts where the host made them. Once it
-    runs it has a `result`, `before` which other rounds ran."""
+    """A round of `rows` that was decided on, `most_B` drafts a row at most, and the drafts where the host made them.
+    Once it runs it has a `result`, `before` which other rounds ran."""
 
     step: DraftStep
-    most: list[int]
+    rows: Rows
+    most_B: np.ndarray
     proposal: Proposal | None
     result: RoundResult | None = None
     before: RoundResult | None = None
@@ -83,69 +84,64 @@ class DeviceRounds:
         """Whether drafts come from the host, which must know all tokens for that."""
         return self._speculation.drafter.traits.foreseen
 
-    def plan(self, samples: list[Sample]) -> Planned | None:
-        """Rounds of these samples, None where plain steps are expected to pay more."""
-        step, most, proposal = self._speculation.foresee(samples)
-        return Planned(step, most, proposal) if step.plan.drafting else None
+    def plan(self, rows: Rows) -> Planned | None:
+        """Rounds of these rows, None where plain steps are expected to pay more."""
+        step, rows, most_B, proposal = self._speculation.foresee(rows)
+        return Planned(step, rows, most_B, proposal) if step.plan.drafting else None
 
     def rounds(self, planned: Planned, most: int) -> int:
         """How many to launch at once, of the `most` steps that would be: more of short ones, which the host cannot
         keep pace with one by one."""
         if self.follows_host or most == 1:
             return 1
-        step, config = planned.step, self._speculation.config
-        verified = step.plan.budget if config.mode == "compact" else sum(planned.most)
-        contexts = np.array([sample.length for sample in step.samples], dtype=np.float64)
+        step, rows, config = planned.step, planned.rows, self._speculation.config
+        verified = step.plan.budget if config.mode == "compact" else int(planned.most_B.sum())
         shape = replace(
             step.shape,
-            tier=self._stepper.tier(len(contexts) + verified),
-            context_queries=float(contexts.sum() * (1 + verified / len(contexts))),
+            tier=self._stepper.tier(len(rows) + verified),
+            context_queries=float(rows.length_B.sum() * (1 + verified / len(rows))),
         )
         (seconds,) = self._speculation.cost.predict([shape])
-        longest = max(sample.remaining for sample in step.samples)
-        return max(1, min(self._at_once, longest, int(_ENOUGH_SECONDS / seconds)))
+        return max(1, min(self._at_once, int(rows.remaining_B.max()), int(_ENOUGH_SECONDS / seconds)))
 
-    def reserve(self, samples: Sequence[Sample], ahead: Sequence[int]) -> None:
-        """Pages for `ahead` tokens of each sample and its drafter's block behind them, as far as there are
+    def reserve(self, rows: Rows, ahead_B: np.ndarray) -> None:
+        """Pages for `ahead_B` tokens of each row and its drafter's block behind them, as far as there are
         any: without them a row drafts less."""
         block = max(1, self._speculation.drafter.traits.block)
-        for sample, count in zip(samples, ahead, strict=True):
-            assert sample.sequence is not None
-            end = min(sample.length + count, len(sample.group.prompt) + sample.row.params.max_new)
-            self._pages.reserve(sample.sequence, min(end + block, self._context_len))
+        ends_B = np.minimum(np.minimum(rows.length_B + ahead_B, rows.end_B) + block, self._context_len)
+        for b in self._pages.lacking(rows.slots_B, ends_B):
+            self._pages.reserve(rows.sequence(b), int(ends_B[b]))
 
     def launch(self, planned: Planned, rounds: int, before: Planned | None) -> RoundResult:
         """Enqueue them. Pages are reserved, and the device has the rows' state. Rounds `before` are the last thing
         that it was given."""
-        step, config = planned.step, self._speculation.config
-        slots = [_slot(sample) for sample in step.samples]
-        table = self._pages.table
-        held = table.num_pages_S[slots]
-        tables_BP = table.pages_SP[slots, : int(held.max())]
-        prior_BG = np.zeros((len(slots), self.window - 1))
+        step, rows, config, table = planned.step, planned.rows, self._speculation.config, self._pages.table
+        slots_B = rows.slots_B
+        held_B = table.num_pages_S[slots_B]
+        tables_BP = table.pages_SP[:, : int(held_B.max())][slots_B]
+        prior_BG = np.zeros((len(rows), self.window - 1))
         if not self._speculation.drafter.traits.has_confidence:
             prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
         drafts_BG = None
         if planned.proposal is not None:
-            drafts_BG = np.zeros((len(slots), self.window - 1), dtype=np.int64)
+            drafts_BG = np.zeros((len(rows), self.window - 1), dtype=np.int64)
             ids_BG = planned.proposal.ids_BG.cpu().numpy()
             drafts_BG[: len(ids_BG)] = ids_BG[:, : self.window - 1]
-        tier = step.plan.tier if config.mode == "compact" else len(slots) + sum(planned.most)
-        adapters = [slot_of(sample.group.lease) for sample in step.samples]
+        tier = step.plan.tier if config.mode == "compact" else len(rows) + int(planned.most_B.sum())
         plan = RoundPlan(
-            slots=slots,
+            slots=slots_B,
             rounds=rounds,
             verify=tier,
             budget=step.plan.budget,
-            most=planned.most,
-            least=self._speculation.least(step.samples, planned.most).tolist(),
-            room=(held * self._pages.page_size).tolist(),
-            modes=RoundModes(StepModes.of(step.samples), config.rule, config.mode),
+            most=planned.most_B,
+            least=self._speculation.least(rows, planned.most_B),
+            room=held_B * self._pages.page_size,
+            modes=RoundModes(StepModes.of(rows.particular), config.rule, config.mode),
             page_tables_BP=tables_BP,
             survival_BG=prior_BG[:, : self.window - 1],
             drafts_BG=drafts_BG,
-            adapters=adapters if any(adapters) else [],
-            prefixes=self._stepper.prefixes(step.samples, tables_BP, tier),
+            adapters=[slot_of(sample.group.lease) for sample in rows.samples] if rows.adapted else [],
+            prefixes=self._stepper.prefixes(rows, tables_BP, tier),
             capture=step.plan.capture,
         )
         self._counters.device_rounds += rounds
@@ -280,8 +276,3 @@ def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarr
     chances_MG = np.where(np.isnan(chance_MG[:, :1]), hard_MG, chance_MG)
     chances_MG[place_G >= verified_M[:, None]] = np.nan
     return chances_MG
-
-
-def _slot(sample: Sample) -> int:
-    assert sample.sequence is not None
-    return sample.sequence.slot

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.adapters import Adapters
 from engine.cache.key import Namespace
 from engine.config import SchedulerConfig
@@ -18,6 +20,7 @@ from engine.scheduler.admitter import Admitter
 from engine.scheduler.pages import PageManager, Sequence
 from engine.scheduler.prefill import Prefill, ScoreTask
 from engine.scheduler.queues import Queues
+from engine.scheduler.rows import Rows
 
 
 class Scheduler(Queues):
@@ -93,15 +96,12 @@ class Scheduler(Queues):
             if sample.state is SampleState.RUNNING:
                 self._make_room(sample)
 
-    def reserve_ahead(self, samples: list[Sample], steps: list[int]) -> bool:
-        """Room for each sample's next `steps` tokens, never beyond its end. False if there is
-        not enough; what was reserved stays with its samples."""
-        for sample, count in zip(samples, steps, strict=True):
-            assert sample.sequence is not None
-            end = len(sample.group.prompt) + sample.row.params.max_new
-            if not self.pages.reserve(sample.sequence, min(sample.length + count, end)):
-                return False
-        return True
+    def reserve_ahead(self, rows: Rows, steps_B: np.ndarray) -> bool:
+        """Room for each row's next `steps_B` tokens, never beyond its end. False if there is
+        not enough; what was reserved stays with its rows."""
+        ends_B = np.minimum(rows.length_B + steps_B, rows.end_B)
+        lacking = self.pages.lacking(rows.slots_B, ends_B)
+        return all(self.pages.reserve(rows.sequence(b), int(ends_B[b])) for b in lacking)
 
     def chunks(self) -> list[tuple[Prefill, int]]:
         """Prefills to work on in this step and how many tokens of each."""

@@ -158,8 +158,9 @@ def test_admission_of_a_draft_ignores_everything_after_it():
 
 
 def test_windows_end_where_lengths_and_contexts_do():
-    assert windows(7, [100, 3, 1, 100, 100], [10, 10, 10, 252, 120], 256, 128, 7) == [7, 2, 0, 0, 7]
-    assert windows(7, [100] * 3, [252, 253, 254], 256, 512, 7) == [2, 1, 0]
+    remaining, anchors = np.array([100, 3, 1, 100, 100]), np.array([10, 10, 10, 252, 120])
+    assert windows(7, remaining, anchors, 256, 128, 7).tolist() == [7, 2, 0, 0, 7]
+    assert windows(7, np.full(3, 100), np.array([252, 253, 254]), 256, 512, 7).tolist() == [2, 1, 0]
 
 
 def test_a_plan_travels_whole():
@@ -214,8 +215,9 @@ class TestCausality:
         def lens(number, drafts, lengths):
             fresh, out = self.survivals(drafts), []
             for copy, survival in enumerate(fresh):
-                known = past[copy].known(number, "r")
-                budget = self.budget(tuple(known) if known is not None else (0.8, 0.6))
+                known = np.array([[0.8, 0.6]])
+                past[copy].known(number, ["r"], known)
+                budget = self.budget(tuple(known[0]))
                 past[copy].note(number, ["r"], np.array([survival]))
                 out.append(self.spent(survival, budget))
             windows_seen.update(out)

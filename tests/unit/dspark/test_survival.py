@@ -10,19 +10,20 @@ def test_confidences_are_seen_two_steps_later_and_by_their_own_request():
     past = LaggedSurvivals(lag=2)
     for step in range(4):
         past.note(step, ["a"] if step != 1 else ["a", "b"], np.full((1 if step != 1 else 2, 2), step + 0.5))
-    assert past.known(1, "a") is None
-    assert past.known(2, "a").tolist() == [0.5, 0.5]
-    assert past.known(5, "a").tolist() == [3.5, 3.5]
-    assert past.known(2, "b") is None and past.known(3, "b").tolist() == [1.5, 1.5]
-    assert past.known(3, "c") is None
+    for step, expected in ((1, [9, 9, 9]), (2, [9, 0.5, 9]), (3, [1.5, 1.5, 9]), (5, [1.5, 3.5, 9])):
+        found = np.full((3, 2), 9.0)
+        missing = past.known(step, ["b", "a", "c"], found)
+        assert found.tolist() == [[value, value] for value in expected]
+        assert missing == [row for row, value in enumerate(expected) if value == 9]
 
 
 def test_old_confidences_are_forgotten():
     past = LaggedSurvivals(lag=2)
     past.note(0, ["a"], np.ones((1, 1)))
-    assert past.known(9, "a") is not None and past.known(12, "a") is None
+    into = np.zeros((1, 1))
+    assert past.known(9, ["a"], into) == [] and past.known(12, ["a"], into) == [0]
     past.note(100, ["b"], np.ones((1, 1)))
-    assert past.known(102, "a") is None
+    assert past.known(102, ["a"], into) == [0]
 
 
 def test_short_blocks_speak_for_longer_ones():

@@ -177,7 +177,8 @@ def tiny() -> TrainDrafterConfig:
 
 
 def smollm2() -> TrainDrafterConfig:
-    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them. States
+    """SmolLM2-135M on one GPU: two layers, block 7, Markov rank 64, answers at T = 1 as rollouts sample them, and some
+    greedy ones, in which this model repeats itself; blocks of all lengths, as engines choose those. States
     of 7 kB a token, some 36 GB, stay on the GPU: a step takes less time than computing its states anew would. A
     step is one micro-batch, whose logits of drafter and target take 1.4 GB each."""
     return TrainDrafterConfig(
@@ -185,10 +186,10 @@ def smollm2() -> TrainDrafterConfig:
         target=ChatModel(),
         prompts=PromptConfig(training=6000, held_out=32),
         features=FeatureConfig(source="memory", max_gib=48.0),
-        sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384),
+        sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384, greedy=0.25),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=4000, learning_rate=1e-3, anchors=64, max_slots=131072, chunk=2048),
-        evaluation=EvaluationConfig(every=250, max_new=256, batch=96, fit_samples=4),
+        optim=DraftOptimConfig(steps=6000, learning_rate=1e-3, anchors=64, shortened=0.3, max_slots=131072, chunk=2048),
+        evaluation=EvaluationConfig(every=500, max_new=256, batch=96, fit_samples=2),
         engine=EngineConfig(
             dtype="bfloat16",
             cache=CacheConfig(page_size=16, kv_tokens=262144),

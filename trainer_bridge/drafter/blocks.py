@@ -28,7 +28,8 @@ from trainer_bridge.drafter.packed_attention import packed_attention
 class Blocks:
     """`previous_AG` are the true tokens before each draft, the anchor first; `labels_AG` the true tokens
     themselves, 0 where `counted_AG` is false. `states_AGD` are the target's final states that predict
-    the labels, None where the examples carry none. `sizes` are (blocks, context tokens) by example."""
+    the labels, None where the examples carry none. `sizes` are (blocks, context tokens) by example. `lengths_A` are
+    the drafts of each block, None where all are whole: of slots behind them nobody knows."""
 
     features_CMD: torch.Tensor
     positions_C: torch.Tensor
@@ -38,6 +39,7 @@ class Blocks:
     counted_AG: torch.Tensor
     states_AGD: torch.Tensor | None
     sizes: tuple[tuple[int, int], ...]
+    lengths_A: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.anchors_A)
@@ -47,8 +49,9 @@ class Blocks:
         and itself, never another block."""
         k_LCKH, v_LCKH = model.context_kv(model.context_features(self.features_CMD), self.positions_C)
         spec = model.spec
+        slots_A = None if self.lengths_A is None else self.lengths_A + (spec.block - spec.num_drafts)
         attend = packed_attention(
-            spec.backbone, spec.block, k_LCKH, v_LCKH, self.anchors_A, self.positions_C, self.sizes
+            spec.backbone, spec.block, k_LCKH, v_LCKH, self.anchors_A, self.positions_C, self.sizes, slots_A
         )
         return model.hidden(self.previous_AG[:, 0], self.anchors_A, ends, attend)
 
@@ -78,15 +81,16 @@ def make_blocks(
     spec: BlockDrafterSpec,
     chosen: Sequence[tuple[FeatureExample, np.ndarray]],
     device: torch.device | str = "cpu",
+    lengths_A: np.ndarray | None = None,
 ) -> Blocks:
-    """Blocks at the chosen anchors of each example. Context after an example's last anchor is left out:
-    nobody may see it."""
+    """Blocks at the chosen anchors of each example, of `lengths_A` drafts each. Context after an example's last
+    anchor is left out: nobody may see it."""
     check_features(spec, [item for item, _ in chosen])
     sizes = tuple((len(anchors_A), int(anchors_A.max())) for _, anchors_A in chosen)
     contexts = np.array([context for _, context in sizes])
     joined = join(chosen)
     steps_AG = joined.anchors_A[:, None] + np.arange(spec.num_drafts)
-    counted_AG = counted(joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A)
+    counted_AG = counted(joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A, lengths_A)
     last_A1 = joined.ends_A[:, None] - 1
     places_AG = np.minimum(steps_AG, last_A1)
     labels_AG = np.where(counted_AG, joined.ids_T[np.minimum(steps_AG + 1, last_A1)], 0)
@@ -97,8 +101,9 @@ def make_blocks(
         labels_AG,
         counted_AG,
         places_AG,
+        np.full(len(joined.anchors_A), spec.num_drafts) if lengths_A is None else lengths_A,
     )
-    positions, anchors, previous, labels, counts, places = send_together(numbers, torch.device(device))
+    positions, anchors, previous, labels, counts, places, lengths = send_together(numbers, torch.device(device))
     features = [item.features_TMD[:context] for (item, _), context in zip(chosen, contexts, strict=True)]
     lasts = [item.last_TD for item, _ in chosen if item.last_TD is not None]
     states_AGD = None
@@ -113,6 +118,7 @@ def make_blocks(
         counted_AG=counts.bool(),
         states_AGD=states_AGD,
         sizes=sizes,
+        lengths_A=None if lengths_A is None else lengths,
     )
 
 

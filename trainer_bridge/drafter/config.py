@@ -80,19 +80,23 @@ class DrafterShape:
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """How the target answers; the defaults are those published for Qwen3. Train at the temperature you serve
-    at: a drafter learns the distribution it has seen. `samples` answers to each conversation."""
+    at: a drafter learns the distribution it has seen. `samples` answers to each conversation; the share `greedy` of
+    conversations is answered at temperature 0, which is another kind of text where a model repeats itself."""
 
     temperature: float = 0.7
     top_p: float = 0.8
     top_k: int = 20
     max_new: int = 4096
     samples: int = 1
+    greedy: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_new", "samples"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(field=f"sampling.{name}", expected="at least 1", actual=getattr(self, name))
+        if not 0.0 <= self.greedy <= 1.0:
+            raise InvalidRequest(field="sampling.greedy", expected="a share", actual=self.greedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,9 @@ class DraftLossConfig:
 @dataclass(frozen=True, slots=True)
 class DraftOptimConfig:
     """AdamW, a linear warm-up over the share `warmup` of `steps`, then a cosine to 0; the published values
-    but for `betas`, which were not. `anchors` blocks an example at most. `max_slots` bounds block slots
+    but for `betas`, which were not. `anchors` blocks an example at most, of which the share `shortened` end early,
+    anywhere: engines that choose by request how many drafts are made make such blocks, and a drafter that has never
+    seen one accepts less in them. `max_slots` bounds block slots
     plus context tokens of a micro-batch, `chunk` the blocks whose logits exist at once. `max_skipped`
     steps in a row without a finite gradient end the run."""
 
@@ -144,6 +150,7 @@ class DraftOptimConfig:
     eps: float = 1e-8
     clip_norm: float = 1.0
     anchors: int = 512
+    shortened: float = 0.0
     max_slots: int = 8192
     chunk: int = 128
     max_skipped: int = 10
@@ -154,6 +161,8 @@ class DraftOptimConfig:
                 raise InvalidRequest(field=f"optim.{name}", expected="at least 1", actual=getattr(self, name))
         if not self.learning_rate >= 0:
             raise InvalidRequest(field="optim.learning_rate", expected="0 or more", actual=self.learning_rate)
+        if not 0.0 <= self.shortened <= 1.0:
+            raise InvalidRequest(field="optim.shortened", expected="a share", actual=self.shortened)
         if not 0.0 <= self.warmup < 1.0:
             raise InvalidRequest(field="optim.warmup", expected="a share below 1", actual=self.warmup)
 

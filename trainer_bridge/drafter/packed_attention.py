@@ -68,17 +68,23 @@ def packed_attention(
     anchors_A: torch.Tensor,
     positions_C: torch.Tensor,
     sizes: Sequence[tuple[int, int]],
+    slots_A: torch.Tensor | None = None,
 ) -> Attend:
-    """`attend` over given context keys and values; `sizes` are (blocks, context tokens) by example."""
+    """`attend` over given context keys and values; `sizes` are (blocks, context tokens) by example. Of each block
+    only the first `slots_A` are seen, where those are given."""
     places, heads = _lay_out(sizes, block), shape.num_heads // shape.num_kv_heads
     contexts, slots = np.array([size[1] for size in sizes]), np.array([size[0] for size in sizes]) * block
     numbers = _rows(places.context, contexts), _rows(places.keys, slots), _rows(places.queries, slots)
     context_C, keys_T, queries_T = send_together(numbers, anchors_A.device)
     num_keys, num_queries = places.groups[-1].keys.stop, places.groups[-1].queries.stop
     anchors_Q = anchors_A.new_zeros(num_queries).index_copy(0, queries_T, anchors_A.repeat_interleave(block))
+    slots_Q = None
+    if slots_A is not None:
+        slots_Q = slots_A.new_ones(num_queries).index_copy(0, queries_T, slots_A.repeat_interleave(block))
     positions_W = positions_C.new_full((num_keys,), _NOWHERE).index_copy(0, context_C, positions_C)
     windows = {layer.window for layer in shape.layers}
-    masks = [_masks(group, block, anchors_Q, positions_W, windows, k_LCKH.dtype) for group in places.groups]
+    given = block, anchors_Q, positions_W, slots_Q, windows, k_LCKH.dtype
+    masks = [_masks(group, *given) for group in places.groups]
     kv_LCKH = torch.cat((k_LCKH, v_LCKH), dim=2)
     padded_LWKH = kv_LCKH.new_zeros(len(kv_LCKH), num_keys, *kv_LCKH.shape[2:])
     kv_L = padded_LWKH.index_copy(1, context_C, kv_LCKH).unbind(0)
@@ -148,16 +154,19 @@ def _masks(
     block: int,
     anchors_Q: torch.Tensor,
     positions_W: torch.Tensor,
+    slots_Q: torch.Tensor | None,
     windows: set[int | None],
     dtype: torch.dtype,
 ) -> dict[int | None, torch.Tensor]:
-    """What is added to scores [E, 1, S, W], by window. Padding sees its own block too: a row that saw nothing would
-    be no number."""
+    """What is added to scores [E, 1, S, W], by window. Padding sees its own block too, the first slot of it at least: a
+    row that saw nothing would be no number."""
     device = anchors_Q.device
     anchors_ES1 = anchors_Q[group.queries].view(group.examples, group.slots, 1)
     positions_E1W = positions_W[group.keys].view(group.examples, 1, group.wide)
     slot_S, place_W = torch.arange(group.slots, device=device), torch.arange(group.wide, device=device) - group.context
-    own_SW = (slot_S[:, None] // block == place_W // block) & (place_W >= 0)
+    own_ESW = ((slot_S[:, None] // block == place_W // block) & (place_W >= 0))[None]
+    if slots_Q is not None:
+        own_ESW = own_ESW & (place_W % block < slots_Q[group.queries].view(group.examples, group.slots, 1))
     before_ESW = positions_E1W < anchors_ES1
     masks = {}
     for window in windows:
@@ -165,5 +174,5 @@ def _masks(
         if window is not None:
             seen_ESW = seen_ESW & (positions_E1W > anchors_ES1 + (block - 1 - window))
         mask_ESW = torch.zeros(seen_ESW.shape, dtype=dtype, device=device)
-        masks[window] = mask_ESW.masked_fill_(~(seen_ESW | own_SW), float("-inf"))[:, None]
+        masks[window] = mask_ESW.masked_fill_(~(seen_ESW | own_ESW), float("-inf"))[:, None]
     return masks

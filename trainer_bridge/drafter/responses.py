@@ -92,12 +92,13 @@ class Responder:
     def _request(self, turn: Turn) -> GroupRequest:
         config, limits = self._config, self._engine.limits
         room = min(limits.context_len, limits.pool_tokens) - len(turn.prompt_ids)
+        greedy = _share(turn.seed) < config.greedy
         return GroupRequest(
             group_id=turn.group_id,
             prompt_ids=turn.prompt_ids,
             n=turn.n,
             sampling=SamplingParams(
-                temperature=config.temperature,
+                temperature=0.0 if greedy else config.temperature,
                 top_p=config.top_p,
                 top_k=config.top_k,
                 max_new=max(1, min(config.max_new, room)),
@@ -113,6 +114,12 @@ class Responder:
     def _seed(self, dialogue: Dialogue) -> int:
         digest = hashlib.sha256(f"{self._config.seed}/{dialogue.key}".encode()).digest()
         return int.from_bytes(digest[:4], "little")
+
+
+def _share(seed: int) -> float:
+    """In [0, 1), by a seed of which nothing else is made."""
+    digest = hashlib.sha256(f"greedy/{seed}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") / (1 << 32)
 
 
 def regenerate(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from engine.dspark.block_model import BlockDrafterModel, SharedEnds
 from engine.errors import InternalError, InvalidRequest
-from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
+from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, draw_lengths, eligible
 from trainer_bridge.drafter.blocks import Blocks, join, make_blocks, micro_batches
 from trainer_bridge.drafter.config import DraftLossConfig, DraftOptimConfig, Trained
 from trainer_bridge.drafter.features import FeatureExample
@@ -83,9 +83,13 @@ class DrafterTrainer:
         weight = 0.0
         if chosen:
             weights_G = draft_weights(self.loss, spec.num_drafts).double().numpy()
-            joined = join(chosen)
-            weight = float((counted(joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A) * weights_G).sum())
-        parts = [make_blocks(spec, part, self._device) for part in micro_batches(spec, chosen, self.optim.max_slots)]
+            joined, lengths_A = join(chosen), self._lengths(chosen, train_step)
+            given = joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A, lengths_A
+            weight = float((counted(*given) * weights_G).sum())
+        parts = [
+            make_blocks(spec, part, self._device, self._lengths(part, train_step))
+            for part in micro_batches(spec, chosen, self.optim.max_slots)
+        ]
         return Prepared(train_step, parts, weight)
 
     def step(self, examples: Sequence[FeatureExample]) -> dict[str, float]:
@@ -149,6 +153,15 @@ class DrafterTrainer:
             if len(anchors_A):
                 chosen.append((item, anchors_A))
         return chosen
+
+    def _lengths(self, chosen: Sequence[tuple[FeatureExample, np.ndarray]], train_step: int) -> np.ndarray | None:
+        """Drafts of each block, by key and step as anchors are; None where all are whole."""
+        drafts, share = self.model.spec.num_drafts, self.optim.shortened
+        if not share:
+            return None
+        rngs = [anchor_rng(self.seed, train_step, f"{item.example.key} lengths") for item, _ in chosen]
+        pairs = zip(chosen, rngs, strict=True)
+        return np.concatenate([draw_lengths(len(anchors_A), drafts, share, rng) for (_, anchors_A), rng in pairs])
 
     def _divisor(self, weight: float) -> float:
         if not dist.is_initialized():

@@ -1,8 +1,9 @@
 """Which blocks are trained, and on which labels (case J1)."""
 
 import numpy as np
+import pytest
 
-from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, eligible
+from trainer_bridge.drafter.anchors import anchor_rng, counted, draw_anchors, draw_lengths, eligible
 
 CHAT = np.array([0] * 6 + [1] * 5 + [0] * 2 + [1] * 4, bool)
 
@@ -45,3 +46,9 @@ def test_weights_favour_anchors():
     assert (drawn < 10).sum() >= 8
     only = np.where(np.arange(100) < 5, 1.0, 0.0)
     assert len(draw_anchors(np.arange(100), 10, anchor_rng(0, 0, "a"), only)) == 10
+
+
+def test_blocks_end_early_as_often_as_asked_anywhere():
+    lengths = draw_lengths(4000, 7, 0.5, anchor_rng(0, 0, "a"))
+    assert np.mean(lengths < 7) == pytest.approx(0.5 * 6 / 7, abs=0.03) and set(lengths) == set(range(1, 8))
+    assert set(draw_lengths(50, 7, 0.0, anchor_rng(0, 0, "a"))) == {7}

@@ -141,6 +141,17 @@ def test_case_j2_a_block_depends_on_the_context_before_its_anchor_alone(world):
     torch.testing.assert_close(was, beside, atol=1e-5, rtol=1e-5)
 
 
+def test_a_block_that_ends_early_is_that_of_a_drafter_with_shorter_blocks(world):
+    item, anchors = world.items(1)[0], np.array([4, 5, 6])
+    whole, short = (shaken(world.drafter(shape=replace(SHAPE, block=block))) for block in (4, 2))
+    ended = make_blocks(whole.spec, [(item, anchors)], lengths_A=np.array([2, 4, 2]))
+    expected = make_blocks(short.spec, [(item, anchors)]).hidden(short, world.ends)
+    actual = ended.hidden(whole, world.ends)
+    torch.testing.assert_close(actual[[0, 2], :2], expected[[0, 2]], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(actual[1, :2], expected[1], atol=1e-3)
+    assert ended.counted_AG.sum(1).tolist() == [2, 4, 2] and actual.isfinite().all()
+
+
 def test_case_j5_without_states_only_cross_entropy_trains(world):
     model = shaken(world.drafter())
     model.requires_grad_(True)

@@ -79,6 +79,18 @@ def test_answers_depend_on_key_and_seed_alone(world):
     assert [t.key for t in twins] == ["b/0", "b/1"] and not np.array_equal(twins[0].ids, twins[1].ids)
 
 
+def test_some_conversations_are_answered_greedily(world):
+    dialogues = [dialogue(str(i), f"{i} {i}") for i in range(12)]
+    every, none, some = (responder(world, greedy=share).respond(dialogues) for share in (1.0, 0.0, 0.5))
+    cold = responder(world, temperature=0.0).respond(dialogues)
+    for one, other in zip(every, cold, strict=True):
+        assert np.array_equal(one.ids, other.ids)
+    kept = [np.array_equal(one.ids, other.ids) for one, other in zip(some, none, strict=True)]
+    assert 0 < sum(kept) < 12
+    for mixed, hot, greedy in zip(some, none, every, strict=True):
+        assert any(np.array_equal(mixed.ids, other.ids) for other in (hot, greedy))
+
+
 def test_a_prompt_that_leaves_no_room_is_passed_over(world):
     long = dialogue("long", " ".join(["3"] * 300))
     assert [e.key for e in responder(world).respond([long, dialogue("a", "1")])] == ["a/0"]

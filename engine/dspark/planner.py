@@ -15,6 +15,7 @@ Shapes: B requests, G drafts a request, C candidates.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +31,8 @@ _SPARE = 1.1
 """Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
 _FORCED = 2.0
 _BARRED = -1.0
+_WANTED_LOW = np.array([1, 1, -1, 1])
+"""Of a graph's rows, verify rows, drafts verified and slots of blocks, only drafts are better more."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -178,6 +181,7 @@ class Planner:
         assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
         self._cost = cost
         self._tiers = None if tiers is None else np.array(tiers)
+        self._every = list(tiers or ())
         self._hysteresis = hysteresis
         self._probe_every = probe_every
         self._ragged = ragged
@@ -228,18 +232,23 @@ class Planner:
             return None, None
         tokens_M = rows + np.cumsum(ranking.survival_M)
         context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[ranking.row_M])
+        # Columns: rows and verify rows of the graph, drafts verified, slots of blocks.
+        reachable_C4 = self._reachable_graphs(rows, least, most)
+        there_C4 = self._ready_graphs(rows, least, most)
+        graphs_C4 = np.concatenate((reachable_C4, there_C4))
+        if not len(graphs_C4):
+            return None, None
+        padded_C, tiers_C, budgets_C, slots_C = graphs_C4.T
+        shares_C = slots_C / (padded_C * whole) if self._ragged else 1.0
+        reads = outlook.tokens_read, context_M[budgets_C - 1]
+        seconds_C = self._cost.times(padded_C, tiers_C, True, *reads, shares_C)
+        tokens_C = tokens_M[budgets_C - 1]
+        rates_C = tokens_C / seconds_C
 
-        def best(
-            padded_C: np.ndarray, tiers_C: np.ndarray, budgets_C: np.ndarray, slots_C: np.ndarray, capture: bool
-        ) -> Choice | None:
-            """`slots_C` are computed, as far as there are requests for them, over `padded_C` rows."""
-            if not len(tiers_C):
+        def best(first: int, last: int, capture: bool) -> Choice | None:
+            if first == last:
                 return None
-            shares_C = slots_C / (padded_C * whole) if self._ragged else 1.0
-            reads = outlook.tokens_read, context_M[budgets_C - 1]
-            seconds_C = self._cost.times(padded_C, tiers_C, True, *reads, shares_C)
-            tokens_C = tokens_M[budgets_C - 1]
-            place = self._kept(tiers_C, tokens_C / seconds_C)
+            place = first + self._kept(tiers_C[first:last], rates_C[first:last])
             return Choice(
                 drafting=True,
                 budget=int(budgets_C[place]),
@@ -250,19 +259,28 @@ class Planner:
                 capture=capture,
             )
 
+        count = len(reachable_C4)
+        return best(0, count, True), best(count, len(graphs_C4), False)
+
+    def _reachable_graphs(self, rows: int, least: int, most: int) -> np.ndarray:
+        """Those that could be made for `least` to `most` drafts."""
         tiers_C = self._reachable(rows + least, rows + most)
         budgets_C = np.minimum(tiers_C - rows, most)
-        slots_C = self._slots(budgets_C, most) if self._ragged else np.full(len(tiers_C), most)
-        padded = rows if self._graphs is None else self._graphs.row_tier(rows)
-        found = best(np.full(len(tiers_C), padded), tiers_C, budgets_C, slots_C, True)
-        if self._graphs is None:
-            return found, None
-        there_C3 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 3)
-        padded_C, tiers_C = there_C3[:, 0], there_C3[:, 1]
-        slots_C = np.where(there_C3[:, 2] > 0, there_C3[:, 2], most)
-        budgets_C = np.minimum(np.minimum(tiers_C - rows, most), slots_C)
-        keep_C = (budgets_C >= least) & ~_outdone(np.stack((padded_C, tiers_C, slots_C, -budgets_C), axis=1))
-        return found, best(padded_C[keep_C], tiers_C[keep_C], budgets_C[keep_C], slots_C[keep_C], False)
+        graphs_C4 = np.empty((len(tiers_C), 4), dtype=np.int64)
+        graphs_C4[:, 0] = rows if self._graphs is None else self._graphs.row_tier(rows)
+        graphs_C4[:, 1], graphs_C4[:, 2] = tiers_C, budgets_C
+        graphs_C4[:, 3] = self._slots(budgets_C, most) if self._ragged else most
+        return graphs_C4
+
+    def _ready_graphs(self, rows: int, least: int, most: int) -> np.ndarray:
+        """Those that are there, but for what another outdoes."""
+        ready = [] if self._graphs is None else self._graphs.ready(rows)
+        graphs = [(padded, tier, slots or most) for padded, tier, slots in ready]
+        held = [(padded, tier, min(tier - rows, most, slots), slots) for padded, tier, slots in graphs]
+        graphs_C4 = np.array(held, dtype=np.int64).reshape(-1, 4)
+        if not len(graphs_C4):
+            return graphs_C4
+        return graphs_C4[(graphs_C4[:, 2] >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
 
     def _kept(self, tiers_C: np.ndarray, rates_C: np.ndarray) -> int:
         """The best, or the last step's tier where it is hardly worse."""
@@ -306,15 +324,15 @@ class Planner:
         """Tiers that hold at least `low` rows, up to the first that holds `high`."""
         if self._tiers is None:
             return np.arange(low, high + 1)
-        first, last = np.searchsorted(self._tiers, (low, high))
+        first, last = bisect_left(self._every, low), bisect_left(self._every, high)
         return self._tiers[first : last + 1]
 
     def _tier(self, rows: int) -> int:
         if self._tiers is None:
             return rows
-        place = int(np.searchsorted(self._tiers, rows))
-        assert place < len(self._tiers), f"{rows} rows, the largest tier holds {self._tiers[-1]}"
-        return int(self._tiers[place])
+        place = bisect_left(self._every, rows)
+        assert place < len(self._every), f"{rows} rows, the largest tier holds {self._every[-1]}"
+        return self._every[place]
 
 
 def _outdone(costs_CN: np.ndarray) -> np.ndarray:

@@ -146,7 +146,7 @@ class Speculation:
         if self.config.mode == "compact":
             most_B = np.where(self.record.allows(self._step, rows), most_B, 0)
         wanted_B = np.where(most_B > 0, anchors_B + np.maximum(traits.block, 1 + most_B), 0)
-        for b in self._pages.lacking(rows.slots_B, wanted_B):
+        for b in self._pages.reserve_together(rows.slots_B, wanted_B):
             if most_B[b] and not self._pages.reserve(rows.sequence(b), int(wanted_B[b])):
                 room = self._pages.room(rows.sequence(b)) - int(anchors_B[b])
                 most_B[b] = 0 if room < traits.block else min(most_B[b], room - 1)

@@ -50,6 +50,13 @@ class RequestTable:
         self.pages_SP[slot, count : count + len(pages)] = pages
         self.num_pages_S[slot] = count + len(pages)
 
+    def append_each(self, slots_M: np.ndarray, counts_M: np.ndarray, pages: np.ndarray) -> None:
+        """The first `counts_M[0]` pages to the first slot, and so on."""
+        ends_M = np.cumsum(counts_M)
+        columns = np.arange(len(pages)) + np.repeat(self.num_pages_S[slots_M] - (ends_M - counts_M), counts_M)
+        self.pages_SP[np.repeat(slots_M, counts_M), columns] = pages
+        self.num_pages_S[slots_M] += counts_M
+
     def pages(self, slot: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """A copy of the slot's page ids [start, end)."""
         stop = int(self.num_pages_S[slot]) if end is None else end

@@ -121,11 +121,22 @@ class PageManager:
             sequence, num_tokens
         )
 
-    def lacking(self, slots_B: np.ndarray, num_tokens_B: np.ndarray) -> list[int]:
-        """Which of these slots may have no room for so many tokens; `reserve` says of each."""
+    def reserve_together(self, slots_B: np.ndarray, num_tokens_B: np.ndarray) -> list[int]:
+        """Make room for so many tokens of each of these slots, if there is any for all. Returns the places of those
+        that may lack some, which `reserve` says of each."""
         if self.windows is not None:
             return list(range(len(slots_B)))
-        return np.flatnonzero(num_tokens_B > self.table.num_pages_S[slots_B] * self.page_size).tolist()
+        held_B = self.table.num_pages_S[slots_B]
+        missing_B = -(-num_tokens_B // self.page_size) - held_B
+        places = np.flatnonzero(missing_B > 0)
+        if not len(places):
+            return []
+        missing_M = missing_B[places]
+        pages = self._alloc(int(missing_M.sum()), 0)
+        if pages is None:
+            return places.tolist()
+        self.table.append_each(slots_B[places], missing_M, pages)
+        return []
 
     def prefillable(self, sequence: Sequence, num_tokens: int, spare: int) -> int:
         """How many of the next `num_tokens` tokens can be computed, whose pages are held, with `spare` window pages

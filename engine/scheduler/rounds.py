@@ -109,7 +109,7 @@ class DeviceRounds:
         any: without them a row drafts less."""
         block = max(1, self._speculation.drafter.traits.block)
         ends_B = np.minimum(np.minimum(rows.length_B + ahead_B, rows.end_B) + block, self._context_len)
-        for b in self._pages.lacking(rows.slots_B, ends_B):
+        for b in self._pages.reserve_together(rows.slots_B, ends_B):
             self._pages.reserve(rows.sequence(b), int(ends_B[b]))
 
     def launch(self, planned: Planned, rounds: int, before: Planned | None) -> RoundResult:

@@ -100,7 +100,7 @@ class Scheduler(Queues):
         """Room for each row's next `steps_B` tokens, never beyond its end. False if there is
         not enough; what was reserved stays with its rows."""
         ends_B = np.minimum(rows.length_B + steps_B, rows.end_B)
-        lacking = self.pages.lacking(rows.slots_B, ends_B)
+        lacking = self.pages.reserve_together(rows.slots_B, ends_B)
         return all(self.pages.reserve(rows.sequence(b), int(ends_B[b])) for b in lacking)
 
     def chunks(self) -> list[tuple[Prefill, int]]:

@@ -7,14 +7,19 @@ stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from engine.errors import InternalError
 from engine.metrics import EngineCounters
 from engine.request import Columns, Group, Sample
 from engine.sampling.columns import SampleResult
+from engine.scheduler.handover import has_host_stops
 from engine.scheduler.scheduler import Scheduler
 from engine.types import ErrorInfo, FinishReason, Want
+
+if TYPE_CHECKING:
+    from engine.runner.stepper import Run
 
 
 class Committer:
@@ -52,20 +57,22 @@ class Committer:
             self._counters.generated_tokens += 1
             self._check_end(sample, token)
 
-    def commit_run(
-        self, sample: Sample, ids: list[int], logprobs: list[float], more: Columns | None, host_stops: bool
-    ) -> None:
-        """Several tokens that the device drew for one sample. Only the last can be a stop id or reach
-        the length, unless there are `host_stops`: ids that the device does not know. Those and a
-        watcher may end the sample before, and the rest never existed."""
-        if sample.watcher is None and not host_stops:
-            self._append_run(sample, ids, logprobs, more)
-            return
-        for place, token in enumerate(ids):
-            part = None if more is None else more.part(place, place + 1)
-            self._append_run(sample, [token], logprobs[place : place + 1], part)
-            if sample.finish is not None:
-                return
+    def commit_runs(self, samples: Sequence[Sample], runs: Sequence[Run]) -> None:
+        """Tokens that the device drew for each sample, if any. Only the last of one can be a stop id or reach the
+        length, unless it has host stops: ids that the device does not know. Those and a watcher may end the sample
+        before, and the rest never existed."""
+        versions = self._policy_version(), self._drafter_version()
+        for sample, (ids, logprobs, more) in zip(samples, runs, strict=True):
+            if not ids:
+                continue
+            if sample.watcher is None and not has_host_stops(sample):
+                self._append_run(sample, ids, logprobs, more, versions)
+                continue
+            for place, token in enumerate(ids):
+                part = None if more is None else more.part(place, place + 1)
+                self._append_run(sample, [token], logprobs[place : place + 1], part, versions)
+                if sample.finish is not None:
+                    break
 
     def commit_rounds(
         self, samples: list[Sample], kept: list[int], verified: list[int], num_accepted: list[int], result: SampleResult
@@ -88,23 +95,26 @@ class Committer:
 
     def _commit_round(self, sample: Sample, rows: HostColumns, start: int, end: int, drafts: int) -> None:
         """Rows [start, end) of one sample, the first `drafts` of which had been drafted."""
+        versions = self._policy_version(), self._drafter_version()
         stops, whole = sample.row.stop_ids, end - start
         size = whole if not stops and sample.watcher is None else 1
         for place in range(start, end, max(1, size)):
             ids = rows.ids[place : place + size]
             if not (ids[0] in stops and not sample.group.request.sampling.keep_stop):
                 sample.draft_use.accepted += min(size, max(0, drafts - (place - start)))
-            self._append_run(sample, ids, *rows.run(place, place + size, sample.row.want))
+            self._append_run(sample, ids, *rows.run(place, place + size, sample.row.want), versions)
             if sample.finish is not None:
                 return
 
-    def _append_run(self, sample: Sample, ids: list[int], logprobs: list[float], more: Columns | None) -> None:
+    def _append_run(
+        self, sample: Sample, ids: list[int], logprobs: list[float], more: Columns | None, versions: tuple[int, int]
+    ) -> None:
         assert sample.sequence is not None
         sample.ids += ids
         sample.columns.logprobs += logprobs
         if more is not None:
             sample.columns.extend(more)
-        sample.label(self._policy_version(), self._drafter_version(), len(ids))
+        sample.label(*versions, len(ids))
         if sample.row.penalises:
             for token in ids:
                 sample.row.observe(token)

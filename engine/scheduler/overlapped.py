@@ -27,7 +27,7 @@ from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
 from engine.runner.stepper import BurstResult, Stepper
 from engine.scheduler.commit import Committer
-from engine.scheduler.handover import has_host_stops, row_state
+from engine.scheduler.handover import row_state
 from engine.scheduler.loop import SerialLoop
 from engine.scheduler.rows import RowColumns, Rows
 from engine.scheduler.scheduler import Scheduler
@@ -224,16 +224,17 @@ class OverlappedLoop:
             for row, (sample, key) in enumerate(zip(burst.samples, burst.keys, strict=True))
             if sample.state is SampleState.RUNNING and sample.sequence is not None and sample.sequence.key == key
         ]
-        new, finished, samples = columns.new.tolist(), columns.finished.tolist(), [burst.samples[row] for row in rows]
-        starts_M, rows_M = np.array([len(sample.ids) for sample in samples], dtype=np.int64), np.array(rows, dtype=int)
+        samples, rows_M = [burst.samples[row] for row in rows], np.array(rows, dtype=np.int64)
+        starts_M = np.array([len(sample.ids) for sample in samples], dtype=np.int64)
         ends_M = np.minimum(columns.new[rows_M], starts_M + burst.steps)
         runs = columns.runs(rows_M, starts_M, ends_M, [sample.row.want for sample in samples])
-        for row, sample, (ids, logprobs, more) in zip(rows, samples, runs, strict=True):
-            if ids:
-                self._counters.decode_rows += len(ids)
-                tokens[row] = len(ids)
-                self._committer.commit_run(sample, ids, logprobs, more, has_host_stops(sample))
-            if finished[row] == BAD and sample.state is SampleState.RUNNING and len(sample.ids) == new[row]:
+        self._committer.commit_runs(samples, runs)
+        for row, (ids, _, _) in zip(rows, runs, strict=True):
+            tokens[row] = len(ids)
+        self._counters.decode_rows += sum(tokens)
+        for row in rows_M[columns.finished[rows_M] == BAD].tolist():
+            sample = burst.samples[row]
+            if sample.state is SampleState.RUNNING and len(sample.ids) == int(columns.new[row]):
                 self._committer.fail_bad_logits(sample)
         if self._speculation is not None:
             self._speculation.burst(burst.samples, tokens, self._seconds(burst.steps))

@@ -32,7 +32,6 @@ from engine.runner.round_stepper import RoundResult, RoundStepper
 from engine.runner.stepper import HostResult, StepModes
 from engine.sampling.columns import SampleResult
 from engine.scheduler.commit import Committer
-from engine.scheduler.handover import has_host_stops
 from engine.scheduler.pages import PageManager
 from engine.scheduler.rows import Rows
 
@@ -189,14 +188,12 @@ class DeviceRounds:
         self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray
     ) -> None:
         """Tokens of these rows up to number `ends_B[b]`, and the end of samples whose logits went bad behind them."""
-        finished, new = host.finished.tolist(), host.new.tolist()
-        runs = host.runs(rows_M, known_B[rows_M], ends_B[rows_M], [samples[b].row.want for b in rows_M.tolist()])
-        for b, end, (ids, logprobs, more) in zip(rows_M.tolist(), ends_B[rows_M].tolist(), runs, strict=True):
-            sample = samples[b]
-            if ids:
-                self._committer.commit_run(sample, ids, logprobs, more, has_host_stops(sample))
-            if finished[b] == BAD and sample.state is SampleState.RUNNING and end == new[b]:
-                self._committer.fail_bad_logits(sample)
+        taking = [samples[b] for b in rows_M.tolist()]
+        runs = host.runs(rows_M, known_B[rows_M], ends_B[rows_M], [sample.row.want for sample in taking])
+        self._committer.commit_runs(taking, runs)
+        for b in rows_M[(host.finished[rows_M] == BAD) & (ends_B[rows_M] == host.new[rows_M])].tolist():
+            if samples[b].state is SampleState.RUNNING:
+                self._committer.fail_bad_logits(samples[b])
 
     def _count(
         self, samples: list[Sample], record_RBF: np.ndarray, took_RB: np.ndarray, emitted_RB: np.ndarray

@@ -174,7 +174,8 @@ class Speculation:
             drafting = total > 0 and (self.config.max_rows is None or count <= self.config.max_rows)
             budget = total if drafting else 0
             if drafting and self.config.mode == "cap_accept":
-                budget = self._planner.choose(outlook).budget
+                # Drafts are made anyway here: what must be verified is, even where plain steps would pay more.
+                budget = max(self._planner.choose(outlook).budget, int(outlook.least_B.sum()))
             choice = Choice(drafting, budget, count + (total if drafting else 0), 0.0, 0.0)
         share = 1.0
         if self.by_request and choice.drafting:

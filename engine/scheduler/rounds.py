@@ -35,7 +35,7 @@ from engine.scheduler.commit import Committer
 from engine.scheduler.pages import PageManager
 from engine.scheduler.rows import Rows
 
-_ENOUGH_SECONDS = 0.006
+_ENOUGH_SECONDS = 0.012
 """Rounds that take this long together keep a device busy until the host comes with the next ones."""
 _NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
 """Tokens of a verdict are with their samples before anybody reads it, and chances with the step."""

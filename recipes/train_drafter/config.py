@@ -188,7 +188,7 @@ def smollm2() -> TrainDrafterConfig:
         features=FeatureConfig(source="memory", max_gib=48.0),
         sampling=SamplingConfig(temperature=1.0, top_p=1.0, top_k=0, max_new=384, greedy=0.25),
         shape=DrafterShape(layers=2, captured=5, markov_rank=64, context=8192),
-        optim=DraftOptimConfig(steps=6000, learning_rate=1e-3, anchors=64, shortened=0.3, max_slots=131072, chunk=2048),
+        optim=DraftOptimConfig(steps=4000, learning_rate=1e-3, anchors=64, shortened=0.3, max_slots=131072, chunk=2048),
         evaluation=EvaluationConfig(every=500, max_new=256, batch=96, fit_samples=2),
         engine=EngineConfig(
             dtype="bfloat16",

@@ -93,6 +93,7 @@ class CostModel:
 
     def __init__(self, row_knots: Sequence[int], tier_knots: Sequence[int], wander: float = 2e-4) -> None:
         self._row_knots, self._tier_knots = _knots(row_knots), _knots(tier_knots)
+        self._rows_K, self._tiers_K = np.array(self._row_knots), np.array(self._tier_knots)
         self._wander = wander
         # The first tier costs nothing beside its rows, or the two would be told apart by nothing.
         size = 3 * len(self._row_knots) + len(self._tier_knots) - 1 + 4
@@ -155,11 +156,11 @@ class CostModel:
         plain_K, rows_K, draft_K = self._coefficients_D[: 3 * count].reshape(3, count)
         if drafting:
             tier_K = np.concatenate(((0.0,), self._coefficients_D[3 * count : -4]))
-            seconds_C = _along(self._row_knots, rows_K, rows) + _along(self._tier_knots, tier_K, tiers_C)
-            seconds_C = seconds_C + _along(self._row_knots, draft_K, rows * shares_C)
+            seconds_C = _along(self._rows_K, rows_K, rows) + _along(self._tiers_K, tier_K, tiers_C)
+            seconds_C = seconds_C + _along(self._rows_K, draft_K, rows * shares_C)
             per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
         else:
-            seconds_C = _along(self._row_knots, plain_K, rows)
+            seconds_C = _along(self._rows_K, plain_K, rows)
             per_read, per_query = self._coefficients_D[-4:-2] / _KV_UNIT
         seconds_C = seconds_C + per_read * tokens_read + per_query * context_queries_C
         return np.maximum(seconds_C * self._unit, self._floor)
@@ -304,10 +305,10 @@ def _between(knots: list[float], value: float) -> list[tuple[int, float]]:
     return [(right - 1, 1.0 - share), (right, share)]
 
 
-def _along(knots: list[float], heights_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
+def _along(knots_K: np.ndarray, heights_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
     """The same function at many values, given its heights at the knots."""
-    result_C = np.interp(values_C, knots, heights_K)
-    if len(knots) > 1:
-        slope = (heights_K[-1] - heights_K[-2]) / (knots[-1] - knots[-2])
-        result_C += slope * np.maximum(0.0, values_C - knots[-1])
+    result_C, last = np.interp(values_C, knots_K, heights_K), knots_K[-1]
+    if len(knots_K) > 1 and values_C.max() > last:
+        slope = (heights_K[-1] - heights_K[-2]) / (last - knots_K[-2])
+        result_C = result_C + slope * np.maximum(0.0, values_C - last)
     return result_C

@@ -104,18 +104,15 @@ class RoundSweep:
         """The shape that ran, and its seconds: the device's own, where it has some. A host that is slower than the
         device shows when it serves, while what takes too long here would never be tried. The first of two launches
         captures, and keeps the device busy while the host is at the second."""
-        slots, device = list(range(shape.rows)), self._table.device
+        slots, device, ran = list(range(shape.rows)), self._table.device, None
         tables_BP, context = self._tables(shape.rows), round(shape.tokens_read) // shape.rows
         self._table.admit([self._row(slot, context) for slot in slots])
         for _ in range(2):
             began, started = time.perf_counter(), mark(device)
             if shape.drafting:
                 ran = self._stepper.run(self._round(shape, slots, tables_BP), [])
-                share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
-                shape, count = replace(shape, rows=ran.padded, tier=ran.verify, share=share), _ROUNDS
             else:
                 self._plain.launch(StepPlan(slots, _PLAIN_STEPS, StepModes(), tables_BP, []))
-                count = _PLAIN_STEPS
             ended = mark(device)
         if started is not None and ended is not None:
             ended.synchronize()
@@ -124,7 +121,10 @@ class RoundSweep:
             seconds = time.perf_counter() - began
         self._table.finished_S[: len(slots)] = STOPPED
         self._table.release(slots)
-        return shape, seconds / count
+        if ran is None:
+            return shape, seconds / _PLAIN_STEPS
+        share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
+        return replace(shape, rows=ran.padded, tier=ran.verify, share=share), seconds / _ROUNDS
 
     def _round(self, shape: StepShape, slots: list[int], tables_BP: np.ndarray) -> RoundPlan:
         rows, config = shape.rows, self._config

@@ -68,9 +68,10 @@ class RoundResult:
         results that are there."""
         if self.edges is None or before.edges is None:
             return 0.0, 0.0
-        return max(0.0, before.edges[1].elapsed_time(self.edges[0])) / 1e3, self.edges[0].elapsed_time(
-            self.edges[1]
-        ) / 1e3
+        began, ended = self.edges
+        # It stands behind the copies that `wait` waits for.
+        ended.synchronize()
+        return max(0.0, before.edges[1].elapsed_time(began)) / 1e3, began.elapsed_time(ended) / 1e3
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

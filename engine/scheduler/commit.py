@@ -60,10 +60,10 @@ class Committer:
     def commit_runs(self, samples: Sequence[Sample], runs: Sequence[Run]) -> None:
         """Tokens that the device drew for each sample, if any. Only the last of one can be a stop id or reach the
         length, unless it has host stops: ids that the device does not know. Those and a watcher may end the sample
-        before, and the rest never existed."""
+        before, and the rest never existed; whoever is told of an end may end others."""
         versions = self._policy_version(), self._drafter_version()
         for sample, (ids, logprobs, more) in zip(samples, runs, strict=True):
-            if not ids:
+            if not ids or sample.finish is not None:
                 continue
             if sample.watcher is None and not has_host_stops(sample):
                 self._append_run(sample, ids, logprobs, more, versions)

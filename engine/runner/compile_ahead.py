@@ -4,8 +4,8 @@ Owns finding out what a sequence of launches has to compile, and compiling all o
 launches by themselves compile one kernel after another, each when it is reached. Ignores what the
 launches compute.
 
-Nothing is launched to find out. The sequence runs under a graph capture that is thrown away, and
-triton's cache hook reports each missing kernel and skips it.
+Nothing is launched to find out. The sequence runs under a graph capture, in which triton's cache hook reports
+each missing kernel and skips it; where none was missing the graph is whole, and worth keeping.
 """
 
 from __future__ import annotations

@@ -44,6 +44,10 @@ _BATCH = 8
 sums gets all of them; what is decided by them is a few steps late."""
 
 
+_MOST_GONE = 64
+"""Ended requests that may be in steps which are not summed up yet."""
+
+
 class Record:
     def __init__(self, config: DSparkConfig, traits: DrafterTraits, cost: CostModel, scaling: SurvivalScaling) -> None:
         self._config = config
@@ -55,6 +59,8 @@ class Record:
         self._rounds = 0
         self._waiting: list[DraftStep] = []
         """Steps that are not in the sums yet."""
+        self._gone: list[Sample] = []
+        """Requests that end with these."""
         self._batches = 0
         self.switch = DraftSwitch(config.max_rows)
         self._classes = {("", ""): DraftStats(self._drafts)}
@@ -107,9 +113,9 @@ class Record:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
         self._ceiling.end(key, stopped=sample.finish == "stop")
         if sample.finish is not None:
-            self._estimate.forget_request(sample.order)
-            if sample.group.unfinished == 0:
-                self._estimate.forget_group(sample.group.arrival)
+            self._gone.append(sample)
+            if not self._waiting or len(self._gone) > _MOST_GONE:
+                self._take_in()
 
     def interrupt(self, key: int) -> None:
         """Tokens of an incarnation have come by unseen: what waited for them is bounded as it stands."""
@@ -192,19 +198,22 @@ class Record:
                     self._ceiling.plain(key, token, logprob)
 
     def _take_in(self) -> None:
-        """Add to the sums what waits."""
+        """Add to the sums what waits, then forget whose last outcomes those were."""
         steps, self._waiting = self._waiting, []
         samples = [sample for step in steps for sample in step.samples[: len(step.survival_BG)]]
-        if not samples:
-            return
+        if samples:
+            self._add(steps, samples)
+        gone, self._gone = self._gone, []
+        for sample in gone:
+            self._estimate.forget_request(sample.order)
+            if sample.group.unfinished == 0:
+                self._estimate.forget_group(sample.group.arrival)
+
+    def _add(self, steps: Sequence[DraftStep], samples: Sequence[Sample]) -> None:
         outcomes = Outcomes.of(steps)
         kept_N = np.minimum(outcomes.accepted_N, outcomes.keep_N)
-        made_N, verified_N, emitted_N, keep_N = (
-            outcomes.made_N,
-            outcomes.verified_N,
-            outcomes.emitted_N,
-            outcomes.keep_N,
-        )
+        made_N, verified_N = outcomes.made_N, outcomes.verified_N
+        emitted_N, keep_N = outcomes.emitted_N, outcomes.keep_N
         for stats, own in self._by_class(samples):
             stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
         labels_NG = labels_of(outcomes.chances_NG, verified_N)

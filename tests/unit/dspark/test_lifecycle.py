@@ -7,7 +7,7 @@ from engine.collector import Collector
 from engine.errors import Conflict, InvalidRequest, SparkrollError, Unsupported
 from tests.support import ask, begin_of, make_engine, prompt, state_tensors, to_named, update
 from tests.unit.dspark.drafters import checkpoint, random_drafter
-from tests.unit.dspark.served import SHAPE, dspark, save_random
+from tests.unit.dspark.served import SHAPE, dspark, save_random, timeless
 from tests.unit.engine.schedules import fuzz
 
 
@@ -65,6 +65,17 @@ def test_spans_name_the_drafter(t_full, drafter):
     (sample,) = sink.result().samples
     assert [(span.policy_version, span.drafter_version) for span in sample.spans] == [(0, 0), (0, 3)]
     assert sample.retractions == 0
+
+
+def test_what_was_learnt_of_requests_goes_with_them(t_full, drafter):
+    """Steps of many requests are summed up a few at a time: after some of those have ended."""
+    engine = make_engine(t_full, max_running=32, dspark=dspark(drafter, mode="compact", least=1))
+    record = timeless(engine).record
+    record._watch = lambda *told: None  # no alarm, whatever random drafts come to
+    engine.generate([ask(str(i), prompt(4, i), max_new=3 + i // 2, temperature=1.0) for i in range(24)])
+    engine.generate([ask("last", prompt(4), max_new=4)])
+    assert {key for key in record._estimate._sums if "request" in key} <= {("request", (25, 0))}
+    assert {key for key in record._estimate._sums if "group" in key} <= {("group", 25)}
 
 
 def test_case_b6_a_policy_update_leaves_the_drafter_alone(t_full, drafter):

@@ -144,16 +144,20 @@ def test_rejection_of_drafts_without_probabilities(t_full):
 @pytest.mark.timeout(400)
 def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.runner.round_sweep._CONTEXT", 9)
-    fields = dict(mode="compact", sweep_seconds=600.0, drafts=2)
+    fields = dict(mode="compact", sweep_seconds=600.0, drafts=3)
     engine = device_engine(t_full, save_random(tmp_path / "d0"), **fields)
-    loop, speculation = engine._loop, engine._parts.speculation
-    seed_step_times(engine._parts, speculation, loop._table, loop._rounds._stepper, loop._stepper, 2)
-    # Two rows and one: without drafts, with one each, with both; the first two behind short contexts too.
+    loop, speculation, plans = engine._loop, engine._parts.speculation, []
+    stepper = loop._rounds._stepper
+    run = stepper.run
+    stepper.run = lambda plan, samples: plans.append((plan.slots, plan.budget, plan.most)) or run(plan, samples)
+    seed_step_times(engine._parts, speculation, loop._table, stepper, loop._stepper, 2)
+    assert plans[::2] == plans[1::2], "what is timed is what went before it"
+    # Two rows and one: without drafts, with one each, with all; the first two behind short contexts too.
     assert speculation.cost.observed == 10
     # One row may also run as what two were measured with.
-    held = loop._rounds._stepper.ready(1)
-    assert {verify for _, verify, _ in held} == {2, 4, 6} and len(loop._rounds._stepper.ready(2)) == 2
-    predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 6, True)])
+    held = stepper.ready(1)
+    assert {verify for _, verify, _ in held} == {2, 4, 8} and len(stepper.ready(2)) == 2
+    predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 8, True)])
     assert 0 < predicted[0] < predicted[1]
     timeless(engine)
     requests = [ask("greedy", prompt(9), max_new=4), ask("drawn", prompt(6), max_new=4, temperature=1.0, seed=3)]

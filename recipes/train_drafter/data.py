@@ -57,7 +57,6 @@ def make_responder(config: TrainDrafterConfig, target: Target, parts: Parts, hel
 
 
 def estimate(
-    config: TrainDrafterConfig,
     responder: Answers,
     scorer: FeatureScorer,
     origin: CacheOrigin,

@@ -83,7 +83,7 @@ class DrafterRun:
         """What the run would take; makes nothing but a target that does not exist yet."""
         training, held_out = self._prompts()
         responder = make_responder(self.config, self.target, self.parts)
-        found = estimate(self.config, responder, self.scorer, self.origin, training)
+        found = estimate(responder, self.scorer, self.origin, training)
         params = sum(param.numel() for param in self.model.parameters())
         for line in found.lines():
             self.display.say(line)

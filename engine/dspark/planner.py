@@ -166,7 +166,7 @@ class Planner:
 
     Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
     that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
-    have cost."""
+    have cost, as long as rounds are of one kind; the first graph of a kind is made at once."""
 
     def __init__(
         self,

@@ -130,6 +130,12 @@ class Sample:
         return self.group.arrival, self.index
 
     @property
+    def held(self) -> Sequence:
+        """Its sequence, which it has."""
+        assert self.sequence is not None, f"sample {self.order} has no sequence"
+        return self.sequence
+
+    @property
     def length(self) -> int:
         """Prompt and new tokens."""
         return len(self.group.prompt) + len(self.ids)

@@ -38,7 +38,7 @@ from engine.memory.transfer import send
 from engine.request import Sample
 from engine.sampling.sampler import Sampler
 from engine.scheduler.pages import PageManager
-from engine.scheduler.rows import RowColumns, Rows
+from engine.scheduler.rows import RowColumns, Rows, drafting_first
 
 
 class Speculation:
@@ -108,7 +108,7 @@ class Speculation:
             most_B[drafting] = np.minimum(most_B[drafting], found.lens)
             kept = np.flatnonzero(most_B[drafting]).tolist()
             proposal = Proposal(found.ids_BG[kept], [found.lens[row] for row in kept])
-        rows, most_B = _drafting_first(rows, most_B)
+        rows, most_B = drafting_first(rows, most_B)
         step, rows, most_B = self._plan(rows, most_B)
         self.record.planning_seconds += time.perf_counter() - began
         drafts = bool(most_B.any())
@@ -180,7 +180,7 @@ class Speculation:
         share = 1.0
         if self.by_request and choice.drafting:
             share = choice.slots / (count * self.max_drafts)
-            rows, most_B = _drafting_first(rows, drafted(outlook, choice.slots))
+            rows, most_B = drafting_first(rows, drafted(outlook, choice.slots))
         step = DraftStep(
             samples=rows.samples,
             keys=rows.keys_B.tolist(),
@@ -203,7 +203,7 @@ class Speculation:
             step.survival_BG = np.stack([self.record.prior(sample) for sample in samples])
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
-            self._lagged.note(self._step, [_key(sample) for sample in samples], step.survival_BG)
+            self._lagged.note(self._step, [sample.held.key for sample in samples], step.survival_BG)
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
         least_B = np.minimum(least_B, most)
         lens = spend(survival_BG, torch.from_numpy(least_B), torch.tensor(most), step.plan.budget).tolist()
@@ -222,7 +222,7 @@ class Speculation:
 
     def _propose(self, samples: list[Sample], device: torch.device | None = None) -> Proposal:
         traits, page_size = self.drafter.traits, self._pages.page_size
-        anchors, slots = [sample.length - 1 for sample in samples], [_slot(sample) for sample in samples]
+        anchors, slots = [sample.length - 1 for sample in samples], [sample.held.slot for sample in samples]
         width, device = -(-(max(anchors) + max(1, traits.block)) // page_size), device or self._device
         return self.drafter.propose(
             DraftRows(
@@ -346,7 +346,7 @@ class Speculation:
         running = [sample for sample in samples if sample.sequence is not None]
         for sample in running:
             # Whatever was open waited for tokens that nobody looked at.
-            self.record.interrupt(_key(sample))
+            self.record.interrupt(sample.held.key)
         if not running:
             return
         rows = self._columns.rows(running)
@@ -369,7 +369,7 @@ class Speculation:
 
     def _tell(self, samples: list[Sample]) -> None:
         for sample in samples:
-            slot, start, end = _slot(sample), self._told[_slot(sample)], sample.length - 1
+            slot, start, end = sample.held.slot, self._told[sample.held.slot], sample.length - 1
             self._told[slot] = end
             new = end - start
             ids_T = torch.tensor(sample.ids[len(sample.ids) - 1 - new : len(sample.ids) - 1], dtype=torch.int64)
@@ -394,21 +394,3 @@ class Speculation:
         self.faulty = None
         self._lagged = LaggedSurvivals()
         self.record.new_drafter()
-
-
-def _drafting_first(rows: Rows, most_B: np.ndarray) -> tuple[Rows, np.ndarray]:
-    """Those without drafts behind the others."""
-    if most_B.all():
-        return rows, most_B
-    order = np.argsort(most_B == 0, kind="stable")
-    return rows.take(order), most_B[order]
-
-
-def _slot(sample: Sample) -> int:
-    assert sample.sequence is not None
-    return sample.sequence.slot
-
-
-def _key(sample: Sample) -> int:
-    assert sample.sequence is not None
-    return sample.sequence.key

@@ -86,6 +86,14 @@ class Rows:
         return float(int(self.known_B.sum()) + sum(dict(zip(arrivals, prompts, strict=True)).values()))
 
 
+def drafting_first(rows: Rows, most_B: np.ndarray) -> tuple[Rows, np.ndarray]:
+    """Those without drafts behind the others."""
+    if most_B.all():
+        return rows, most_B
+    order = np.argsort(most_B == 0, kind="stable")
+    return rows.take(order), most_B[order]
+
+
 class RowColumns:
     """Gathers rows. What it keeps of a slot holds for the sequence whose key it has, 0 for none."""
 

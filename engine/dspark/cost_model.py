@@ -220,6 +220,16 @@ class CostModel:
         features_D[at], features_D[at + 1] = shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT
         return features_D
 
+    def _is_hiccup(self, kind: bytes, sign: int) -> bool:
+        """Whether a surprise of this kind of step is not yet one of many the same way."""
+        self.errors.outliers += 1
+        streak = self._streaks.get(kind, 0)
+        self._streaks[kind] = streak = streak + sign if streak * sign > 0 else sign
+        if abs(streak) < _STREAK:
+            return True
+        del self._streaks[kind]
+        return False
+
     def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:
         """One step of the filter on the relative error, 1 - prediction / seconds."""
         if not self.observed:
@@ -227,25 +237,21 @@ class CostModel:
         scaled_D = features_D * (self._unit / seconds)
         residual = 1.0 - float(scaled_D @ self._coefficients_D)
         covariance_DD = self._covariance_DD
-        spread = _NOISE_VARIANCE + float(scaled_D @ covariance_DD @ scaled_D)
-        limit = math.inf
+        reach_D = covariance_DD @ scaled_D
+        spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
+        told = abs(residual)
         if bounded:
             limit = 4.0 * max(self._residual_scale, math.sqrt(spread))
+            told = min(told, limit)
             if abs(residual) <= limit:
                 self._streaks.pop(_kind(features_D), None)
+            elif self._is_hiccup(_kind(features_D), 1 if residual > 0 else -1):
+                residual = math.copysign(limit, residual)
             else:
-                self.errors.outliers += 1
-                kind, sign = _kind(features_D), 1 if residual > 0 else -1
-                streak = self._streaks.get(kind, 0)
-                self._streaks[kind] = streak = streak + sign if streak * sign > 0 else sign
-                if abs(streak) < _STREAK:
-                    residual = limit * sign
-                else:
-                    del self._streaks[kind]
-                    touched = np.flatnonzero(features_D)
-                    covariance_DD[touched, touched] += residual**2
-                    spread = _NOISE_VARIANCE + float(scaled_D @ covariance_DD @ scaled_D)
-        reach_D = covariance_DD @ scaled_D
+                touched = np.flatnonzero(features_D)
+                covariance_DD[touched, touched] += residual**2
+                reach_D = covariance_DD @ scaled_D
+                spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
         self._coefficients_D = self._coefficients_D + reach_D * (residual / spread)
         root_D = reach_D / math.sqrt(spread)
         covariance_DD -= np.outer(root_D, root_D)
@@ -255,7 +261,7 @@ class CostModel:
             # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
             shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / variances_D.clip(min=1e-30)))
             covariance_DD *= np.outer(shrink_D, shrink_D)
-        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * min(abs(residual), limit)
+        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * told
         self._shortest = min(self._shortest, float(seconds))
         self.observed += 1
 

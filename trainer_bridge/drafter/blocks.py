@@ -101,9 +101,9 @@ def make_blocks(
         labels_AG,
         counted_AG,
         places_AG,
-        np.full(len(joined.anchors_A), spec.num_drafts) if lengths_A is None else lengths_A,
+        *(() if lengths_A is None else (lengths_A,)),
     )
-    positions, anchors, previous, labels, counts, places, lengths = send_together(numbers, torch.device(device))
+    positions, anchors, previous, labels, counts, places, *lengths = send_together(numbers, torch.device(device))
     features = [item.features_TMD[:context] for (item, _), context in zip(chosen, contexts, strict=True)]
     lasts = [item.last_TD for item, _ in chosen if item.last_TD is not None]
     states_AGD = None
@@ -118,7 +118,7 @@ def make_blocks(
         counted_AG=counts.bool(),
         states_AGD=states_AGD,
         sizes=sizes,
-        lengths_A=None if lengths_A is None else lengths,
+        lengths_A=lengths[0] if lengths else None,
     )
 
 

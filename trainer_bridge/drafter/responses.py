@@ -73,32 +73,44 @@ class Responder:
         """`samples` examples a dialogue. Dialogues whose prompt is too long for the engine yield none, and
         answers that failed are left out."""
         fitting = [dialogue for dialogue in dialogues if self._room(dialogue) >= 1]
+        cold = [_share(self._seed(dialogue)) < self._config.greedy for dialogue in fitting]
+        found: dict[str, list[DraftExample]] = {}
+        for greedy, temperature in ((True, 0.0), (False, self._config.temperature)):
+            part = [dialogue for dialogue, is_cold in zip(fitting, cold, strict=True) if is_cold == greedy]
+            if part:
+                found |= self._answer(part, temperature)
+        return [example for dialogue in fitting for example in found[dialogue.key]]
+
+    def _answer(self, dialogues: Sequence[Dialogue], temperature: float) -> dict[str, list[DraftExample]]:
+        """Examples by key."""
         groups = [
             (dialogue.key, self._seed(dialogue), [_Scripted(dialogue) for _ in range(self._config.samples)])
-            for dialogue in fitting
-        ]
-        turns = 1 + max((len(dialogue.following) for dialogue in fitting), default=0)
-        played = play(groups, self._generate, self._codec, temperature=self._config.temperature, max_turns=turns)
-        return [
-            from_sample(one.sample, dialogue.domain)
-            for dialogue, members in zip(fitting, played, strict=True)
-            for one in members
-            if one.sample is not None and one.sample.num_trained
+            for dialogue in dialogues
         ]
 
-    def _generate(self, turns: list[Turn]) -> list[GroupOutput]:
-        return self._engine.generate([self._request(turn) for turn in turns])
+        def generate(turns: list[Turn]) -> list[GroupOutput]:
+            return self._engine.generate([self._request(turn, temperature) for turn in turns])
 
-    def _request(self, turn: Turn) -> GroupRequest:
+        turns = 1 + max(len(dialogue.following) for dialogue in dialogues)
+        played = play(groups, generate, self._codec, temperature=temperature, max_turns=turns)
+        return {
+            dialogue.key: [
+                from_sample(one.sample, dialogue.domain)
+                for one in members
+                if one.sample is not None and one.sample.num_trained
+            ]
+            for dialogue, members in zip(dialogues, played, strict=True)
+        }
+
+    def _request(self, turn: Turn, temperature: float) -> GroupRequest:
         config, limits = self._config, self._engine.limits
         room = min(limits.context_len, limits.pool_tokens) - len(turn.prompt_ids)
-        greedy = _share(turn.seed) < config.greedy
         return GroupRequest(
             group_id=turn.group_id,
             prompt_ids=turn.prompt_ids,
             n=turn.n,
             sampling=SamplingParams(
-                temperature=0.0 if greedy else config.temperature,
+                temperature=temperature,
                 top_p=config.top_p,
                 top_k=config.top_k,
                 max_new=max(1, min(config.max_new, room)),
@@ -117,7 +129,7 @@ class Responder:
 
 
 def _share(seed: int) -> float:
-    """In [0, 1), by a seed of which nothing else is made."""
+    """In [0, 1), of a conversation's seed."""
     digest = hashlib.sha256(f"greedy/{seed}".encode()).digest()
     return int.from_bytes(digest[:4], "little") / (1 << 32)
 

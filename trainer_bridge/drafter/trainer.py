@@ -80,16 +80,18 @@ class DrafterTrainer:
         has_states = all(item.last_TD is not None for item in examples)
         check_terms(self.loss, has_states, self.model.confidence_head is not None)
         spec, chosen = self.model.spec, self._anchors(examples, train_step)
-        weight = 0.0
+        weight, lengths_A = 0.0, None
         if chosen:
             weights_G = draft_weights(self.loss, spec.num_drafts).double().numpy()
             joined, lengths_A = join(chosen), self._lengths(chosen, train_step)
             given = joined.mask_T, joined.anchors_A, spec.num_drafts, joined.ends_A, lengths_A
             weight = float((counted(*given) * weights_G).sum())
-        parts = [
-            make_blocks(spec, part, self._device, self._lengths(part, train_step))
-            for part in micro_batches(spec, chosen, self.optim.max_slots)
-        ]
+        parts, first = [], 0
+        for part in micro_batches(spec, chosen, self.optim.max_slots):
+            last = first + sum(len(anchors_A) for _, anchors_A in part)
+            own_A = None if lengths_A is None else lengths_A[first:last]
+            parts.append(make_blocks(spec, part, self._device, own_A))
+            first = last
         return Prepared(train_step, parts, weight)
 
     def step(self, examples: Sequence[FeatureExample]) -> dict[str, float]:

@@ -80,7 +80,7 @@ def test_answers_depend_on_key_and_seed_alone(world):
 
 
 def test_some_conversations_are_answered_greedily(world):
-    dialogues = [dialogue(str(i), f"{i} {i}") for i in range(12)]
+    dialogues = [dialogue(str(i), f"{i} {i}", "3") for i in range(12)]  # greedy in every turn, or in none
     every, none, some = (responder(world, greedy=share).respond(dialogues) for share in (1.0, 0.0, 0.5))
     cold = responder(world, temperature=0.0).respond(dialogues)
     for one, other in zip(every, cold, strict=True):

@@ -3,12 +3,15 @@ the rule promises them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from engine import Want
 from engine.dspark.cost_model import StepShape
 from engine.loops import seed_step_times
+from engine.runner.round_plan import RoundPlan
 from tests.support import ask, make_engine, prompt, reference_logprobs
 from tests.unit.dspark.served import dspark, save_random, timeless
 
@@ -142,6 +145,21 @@ def test_rejection_of_drafts_without_probabilities(t_full):
 
 @slow
 @pytest.mark.timeout(400)
+def assert_larger_graphs_serve(stepper):
+    """A plan that may have no graph made for it runs as the least that has room; else its own is made."""
+    drafts, (tier, verify, _) = stepper._parts.drafts, max(stepper.ready(1))
+    assert tier == 2 and (1, verify, 1) not in {key[:3] for key in stepper._captured}
+    plan = RoundPlan(
+        slots=[-1], rounds=1, verify=verify, budget=1, most=[1], least=[0], room=[0], modes=stepper._kind[0],
+        page_tables_BP=np.zeros((1, 1), np.int32), survival_BG=np.zeros((1, drafts)), capture=False,
+    )  # fmt: skip
+    made = set(stepper._captured)
+    _, key = stepper._ready(plan)
+    assert set(stepper._captured) == made and key[0] == 2 and key[1] >= verify and key[2] >= 1
+    _, own = stepper._ready(replace(plan, capture=True))
+    assert own[0] == 1 and own[1] == verify and own not in made
+
+
 def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.runner.round_sweep._CONTEXT", 9)
     fields = dict(mode="compact", sweep_seconds=600.0, drafts=3)
@@ -159,6 +177,7 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     assert {verify for _, verify, _ in held} == {2, 4, 8} and len(stepper.ready(2)) == 2
     predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 8, True)])
     assert 0 < predicted[0] < predicted[1]
+    assert_larger_graphs_serve(loop._rounds._stepper)
     timeless(engine)
     requests = [ask("greedy", prompt(9), max_new=4), ask("drawn", prompt(6), max_new=4, temperature=1.0, seed=3)]
     assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))

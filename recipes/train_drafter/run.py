@@ -38,6 +38,7 @@ from recipes.train_drafter.prompts import make_prompts
 from recipes.train_drafter.ranks import Clock, Ranks
 from recipes.train_drafter.target import Target, find_target
 from recipes.train_drafter.training import train
+from trainer_bridge.drafter.config import SamplingConfig
 from trainer_bridge.drafter.ends import training_ends
 from trainer_bridge.drafter.export import DrafterCard, export_drafter, load_drafter
 from trainer_bridge.drafter.feature_cache import CacheOrigin
@@ -162,17 +163,18 @@ class DrafterRun:
 
     def _export(self, judged: Judgement, examples: int, tokens: int) -> Path:
         config = self.config
-        sampling = config.sampling
+        # A file by its name: where it lay is nobody's business.
+        places = [Path(source) for source in config.prompts.sources]
+        names = [place.stem if place.suffix in (".jsonl", ".parquet") else str(place) for place in places]
         card = DrafterCard(
             name=config.output.name,
             target=self.target.name,
             target_digest=self.origin.target_digest,
             data=[
-                f"{examples:,} conversations ({', '.join(config.prompts.sources)}), {tokens:,} tokens",
+                f"{examples:,} conversations ({', '.join(f'`{name}`' for name in names)}), {tokens:,} tokens",
                 "answers as given, written by somebody else"
                 if config.prompts.answers == "given"
-                else f"answers written by the target: temperature {sampling.temperature:g}, top-p "
-                f"{sampling.top_p:g}, top-k {sampling.top_k}, at most {sampling.max_new} tokens",
+                else _how_answered(config.sampling),
             ],
             notes=[
                 f"{line}" for part in ("loss", "optim", "shape") for line in describe(getattr(config, part), f"{part}.")
@@ -236,6 +238,14 @@ class DrafterRun:
         return Tracker(
             config.output if self.ranks.first else config.output / f"rank-{self.ranks.rank}", sinks, config.tracking
         )
+
+
+def _how_answered(sampling: SamplingConfig) -> str:
+    cold = f"; {sampling.greedy:.0%} of the conversations greedily" if sampling.greedy else ""
+    return (
+        f"answers written by the target: temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, "
+        f"top-k {sampling.top_k}, at most {sampling.max_new} tokens{cold}"
+    )
 
 
 def _same_run(config: TrainDrafterConfig) -> None:

@@ -77,8 +77,10 @@ def test_a_run_leaves_a_drafter_with_temperatures_card_and_picture(whole):
     names = {path.name for path in (output / "drafter").iterdir()}
     assert names == {"config.json", "model.safetensors", "sts-rejection.json", "README.md"}
     card = (output / "drafter" / "README.md").read_text()
-    for part in ("loss.ce = 0.1", "loss.detach_confidence = False", "20 conversations", "accept length", "Brier"):
+    for part in ("loss.ce = 0.1", "loss.detach_confidence = False", "accept length", "Brier"):
         assert part in card, part
+    assert "- 20 conversations (`asked`), " in card and "25% of the conversations greedily" in card
+    assert str(output.parent) not in card
     assert json.loads((output / "drafter" / "config.json").read_text())["detach_confidence"] is False
     assert (output / "reliability-rejection.png").read_bytes()[:4] == b"\x89PNG"
     axes = {json.loads(line)["axis"] for line in (output / "metrics.jsonl").read_text().splitlines()}

@@ -1,20 +1,22 @@
 """Bursts of plain steps, or rounds: when the overlapped loop stops to ask.
 
-Owns the cadence. A round needs the host's whole view and a burst runs without it, so whether drafting
-pays is asked now and then: at once after a round that paid, when something to draft turns up where there
-was nothing, and ever more rarely while the answer is no. Ignores the answer (`engine.dspark.planner`).
+Owns the cadence. Where rounds run on the device by themselves asking is `free`, and every burst is preceded by the
+question. Else a round needs the host's whole view and a burst runs without it, so whether drafting pays is asked now
+and then: at once after a round that paid, when something to draft turns up where there was nothing, and ever more
+rarely while the answer is no. Ignores the answer (`engine.dspark.planner`).
 """
 
 from __future__ import annotations
 
+from engine.dspark.planner import MOST_WAITS
+
 _BRIEFLY = 8
 """Steps until the next question where no row had room for a draft, which says nothing of the next one."""
-_MOST = 16
-"""Times `probe_every` steps that pass at most between two questions."""
 
 
 class Alternation:
-    def __init__(self, probe_every: int) -> None:
+    def __init__(self, probe_every: int, free: bool = False) -> None:
+        self._free = free
         self._probe_every = probe_every
         self._left = 0
         self._patience = probe_every
@@ -23,7 +25,7 @@ class Alternation:
     @property
     def asks(self) -> bool:
         """Whether the next step should be planned with everything known."""
-        return self._left <= 0
+        return self._free or self._left <= 0
 
     def answered(self, drafting: bool, probe: bool, found: bool) -> None:
         """What a planned step did; `found` is false where no row had anything to draft."""
@@ -35,7 +37,7 @@ class Alternation:
             self._left = 0
         else:
             self._left = self._patience
-            self._patience = min(2 * self._patience, _MOST * self._probe_every)
+            self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every)
 
     def had_no_room(self) -> None:
         """Rows at their ends, or where the drafter does not reach: whether drafting pays was not the question."""

@@ -91,8 +91,10 @@ class BlockDrafter:
             return
         context_TD = model.context_features(torch.stack(features, dim=1))
         # Beyond its own context the drafter is never asked; its rotary table ends there too.
-        positions_T = committed.positions_T.clamp(max=self.traits.context_len - 1)
+        positions_T = committed.positions_T.clamp(0, self.traits.context_len - 1)
         k_LTKH, v_LTKH = model.context_kv(context_TD, positions_T)
+        # What has no slot goes to the scratch page.
+        write_slots_T = write_slots_T.clamp(min=0)
         for layer in range(len(k_LTKH)):
             self.pool.write(layer, write_slots_T, pack(k_LTKH[layer], v_LTKH[layer]))
 

@@ -59,8 +59,8 @@ class Committed:
     """Tokens whose target state exists now, of all rows back to back.
 
     `counts[b]` tokens belong to the request in `slots[b]`, in sequence order. Token t is `ids_T[t]` at
-    `positions_T[t]`; its state lies at `write_slots_T[t]`, page * page size + offset. `features` holds
-    the output [T, D] of each captured layer.
+    `positions_T[t]`; its state lies at `write_slots_T[t]`, page * page size + offset, -1 for what is nobody's.
+    `features` holds the output [T, D] of each captured layer.
     """
 
     slots: Sequence[int]

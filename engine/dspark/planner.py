@@ -29,6 +29,8 @@ from engine.dspark.cost_model import CostModel
 
 _SPARE = 1.1
 """Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
+MOST_WAITS = 16
+"""Times `probe_every` steps that pass at most between two probes."""
 _FORCED = 2.0
 _BARRED = -1.0
 _WANTED_LOW = np.array([1, 1, -1, 1])
@@ -162,7 +164,7 @@ class Planner:
     makes all. `draft_tiers` are the numbers of drafts that graphs exist for then, ascending; what one has room for
     is made. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
-    change.
+    change; after every such probe that nothing comes of, twice as many steps pass until the next.
 
     Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
     that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
@@ -189,8 +191,11 @@ class Planner:
         self._graphs = graphs
         self._lost = 0.0
         """Seconds, for want of a graph."""
+        self._losing = 0.0
+        """The same of each step as the last one."""
         self._last: tuple[bool, int] | None = None
         self._without = 0
+        self._patience = probe_every
 
     def choose(self, outlook: Outlook, allowed: bool = True) -> Choice:
         """The budget and tier of most expected tokens per predicted second, drafting nothing included.
@@ -198,8 +203,8 @@ class Planner:
         `allowed` false (an off-switch) leaves only that, except when a probe is due.
         """
         plain = self._plain(outlook)
-        due = self._without >= self._probe_every
-        chosen, probe = plain, False
+        due = self._without >= self._patience
+        chosen, probe, self._losing = plain, False, 0.0
         if allowed or due:
             best, ready = self._drafting(outlook)
             if due:
@@ -207,12 +212,18 @@ class Planner:
             elif best is not None:
                 chosen = self._affordable(plain, best, ready)
         self._last = (chosen.drafting, chosen.tier)
-        self._without = 0 if chosen.drafting else self._without + 1
+        if not chosen.drafting:
+            self._without += 1
+        else:
+            self._without = 0
+            self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
         return replace(chosen, probe=True) if probe and chosen.drafting else chosen
 
     def passed(self, steps: int) -> None:
-        """Steps without drafts that nobody asked about."""
-        self._without += steps
+        """Further steps of the last choice."""
+        self._lost += steps * self._losing
+        if self._last is None or not self._last[0]:
+            self._without += steps
 
     def _plain(self, outlook: Outlook) -> Choice:
         rows = len(outlook.most_B)
@@ -296,10 +307,11 @@ class Planner:
         if self._graphs is None or ready is None:
             return self._better(plain, best)
         chosen = self._better(plain, ready)
-        self._lost += max(0.0, chosen.seconds * (1.0 - chosen.rate / best.rate))
+        self._losing = max(0.0, chosen.seconds * (1.0 - chosen.rate / best.rate))
+        self._lost += self._losing
         if self._lost < self._graphs.capture_seconds:
             return chosen
-        self._lost = 0.0
+        self._lost = self._losing = 0.0
         return self._better(plain, best)
 
     def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:

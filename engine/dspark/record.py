@@ -41,7 +41,7 @@ _MOST_FITTED = 256
 """Outcomes of a batch that temperatures are fitted to, so that those come from many steps."""
 _BATCH = 8
 """Steps of more requests than that are summed up together, and tell of bounds of whole windows once. Whoever reads
-sums gets all of them; what is decided by them is a few steps late."""
+sums gets all of them; what is decided by them is a few steps late. Of few requests those of one launch are."""
 
 
 _MOST_GONE = 64
@@ -72,7 +72,8 @@ class Record:
 
     def prior(self, sample: Sample) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
-        return self._estimate.survival(sample.group.arrival, sample.order, policy_of(sample.group))
+        group = sample.group
+        return self._estimate.survival(group.arrival, sample.order, policy_of(group), kind_of(group))
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
         """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
@@ -87,13 +88,26 @@ class Record:
             allowed_B &= np.array([policy not in barred for policy in policies])
         return allowed_B
 
-    def observe(self, step: DraftStep, seconds: float | None) -> None:
-        """A step whose tokens are with their samples."""
-        if seconds is not None:
-            self._cost.observe(step.shape, seconds)
-        if step.verdict is None:
-            self._observe_plain(step, 0)
-            return
+    def observe(self, steps: Sequence[DraftStep], seconds: float | None) -> None:
+        """Steps whose tokens are with their samples, and what each took."""
+        many = False
+        for step in steps:
+            if seconds is not None:
+                self._cost.observe(step.shape, seconds)
+            if step.verdict is None:
+                self._observe_plain(step, 0)
+                continue
+            self._observe_drafts(step)
+            many = many or len(step.survival_BG) > _MOST_REMEMBERED
+        may_wait = many and self._online is not None and self._config.mode == "compact"
+        if not may_wait or len(self._waiting) >= _BATCH:
+            self._take_in()
+        if self.on_round is not None:
+            for step in steps:
+                if step.verdict is not None:
+                    self.on_round(step)
+
+    def _observe_drafts(self, step: DraftStep) -> None:
         self.probes += step.plan.probe
         drafting = len(step.survival_BG)
         if drafting < len(step.samples):
@@ -103,11 +117,6 @@ class Record:
             self._observe_ceilings(step, drafting)
         self._rounds += 1
         self._waiting.append(step)
-        may_wait = self._online is not None and self._config.mode == "compact" and drafting > _MOST_REMEMBERED
-        if not may_wait or len(self._waiting) >= _BATCH:
-            self._take_in()
-        if self.on_round is not None:
-            self.on_round(step)
 
     def forget(self, key: int, sample: Sample) -> None:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
@@ -222,7 +231,8 @@ class Record:
             chances = outcomes.chances_NG[row, ~np.isnan(outcomes.chances_NG[row])].tolist()
             if chances:
                 group = samples[row].group
-                self._estimate.observe(group.arrival, samples[row].order, chances, policy_of(group))
+                names = policy_of(group), kind_of(group)
+                self._estimate.observe(group.arrival, samples[row].order, chances, *names)
         self._batches += 1
         self._watch(steps[-1].plan.step, samples, outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:
@@ -323,6 +333,12 @@ def _summed(
 def policy_of(group: Group) -> str:
     """The name of its LoRA policy, whatever the revision; empty for the base."""
     return "" if group.lease is None else group.lease.version.name
+
+
+def kind_of(group: Group) -> tuple[str, float]:
+    """What a request says of itself that drafts fare differently by: its domain, and about how hot it samples."""
+    request = group.request
+    return request.domain, round(request.sampling.temperature, 1)
 
 
 def _plain_temperature(row: RowSampling) -> bool:

@@ -287,16 +287,19 @@ class Speculation:
         self.drafter.commit(Committed(slots, kept, ids_T, positions_T, write_slots_T, features))
 
     def finish(self, step: DraftStep, seconds: float | None) -> None:
-        """The step's tokens are with their samples. `seconds` is what it took, None where it did more than
-        this."""
+        """The step's tokens are with their samples. `seconds` is what it took, None where it did more."""
         if self.alternation is not None and not step.drafting:
             # Plain steps run as bursts here, and their times are those of bursts.
             seconds = None
+        self._complete(step)
+        self.record.observe([step], seconds)
+
+    def _complete(self, step: DraftStep) -> None:
+        """What follows from its verdict, where nobody has said so."""
         if step.emitted is None:
             step.emitted = [len(sample.ids) - known for sample, known in zip(step.samples, step.known, strict=True)]
         if step.verdict is not None and step.chances_BG is None:
             step.chances_BG = as_table(step.verdict.chances[: len(step.survival_BG)], self.drafter.traits.max_drafts)
-        self.record.observe(step, seconds)
 
     def plan_for(
         self, tiers: Sequence[int], draft_tiers: Sequence[int] | None = None, graphs: Graphs | None = None
@@ -320,7 +323,8 @@ class Speculation:
                 self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
                 break
         for step in rounds:
-            self.finish(step, seconds)
+            self._complete(step)
+        self.record.observe(rounds, seconds)
         if not self.captured_layers:
             samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
             self._tell([sample for sample in samples if sample.sequence is not None])
@@ -335,9 +339,8 @@ class Speculation:
         features: dict[int, torch.Tensor],
     ) -> None:
         """Commit one token of every row of a burst's step, on the device alone: what a captured graph does.
-        Rows that have finished write to the scratch page."""
-        committed = Committed((), (), ids_B, positions_B.clamp(min=0), write_slots_B.clamp(min=0), features)
-        self.drafter.commit(committed)
+        Rows that have finished have no slot (-1)."""
+        self.drafter.commit(Committed((), (), ids_B, positions_B, write_slots_B, features))
 
     def burst(self, samples: list[Sample], tokens: Sequence[int], seconds: float | None) -> None:
         """A burst of plain steps has been committed: tokens of each sample, in `seconds` a step where that is
@@ -377,8 +380,9 @@ class Speculation:
             self.drafter.commit(Committed([slot], [new], ids_T, positions_T, positions_T, {}))
 
     def passed(self, steps: int) -> None:
-        """Steps of a burst have been launched."""
+        """Steps of a burst, or further rounds of the last plan, have been launched."""
         assert self.alternation is not None
+        self._step += steps
         self.alternation.passed(steps)
         self._planner.passed(steps)
 

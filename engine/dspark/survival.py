@@ -19,6 +19,7 @@ import numpy as np
 _OLDEST = 8
 """Steps after which a remembered confidence says nothing any more."""
 _MOST_POLICIES = 1024
+_MOST_KINDS = 1024
 _POLICY_THRESHOLD = 32.0
 
 
@@ -70,9 +71,9 @@ def carried_on(survival_BG: np.ndarray, made_B: np.ndarray) -> np.ndarray:
 
 class AcceptanceEstimate:
     """Running means of the chance that draft k is accepted given that those before were: over everything, by
-    policy where there are several, by group, and by request. A narrower mean leans on the wider one with the
-    weight of `leaning` observations, so that a new request starts from its group, a new group from its
-    policy and a new policy from all.
+    policy where there are several, by `kind` of requests where one is named, by group, and by request. A narrower
+    mean leans on the wider one with the weight of `leaning` observations, so that a new request starts from its
+    group, a new group from its kind, a new kind from its policy and a new policy from all.
 
     `fade` is what an observation keeps of its weight with each later one.
     """
@@ -81,20 +82,24 @@ class AcceptanceEstimate:
         self._start, self._fade, self._leaning = start, fade, leaning
         self._width = max_drafts
         self._sums: dict[Hashable, tuple[list[float], list[float]]] = {}
-        self._policies: dict[str, None] = {}
+        self._policies: dict[Hashable, None] = {}
+        self._kinds: dict[Hashable, None] = {}
 
-    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float], policy: str | None = None) -> None:
+    def observe(
+        self,
+        group: Hashable,
+        request: Hashable,
+        chances: Sequence[float],
+        policy: str | None = None,
+        kind: Hashable | None = None,
+    ) -> None:
         """Chances of the drafts that a step verified, in order; 0 or 1 where only outcomes are known."""
         count = min(len(chances), self._width)
-        if policy is not None and policy not in self._policies:
-            self._policies[policy] = None
-            if len(self._policies) > _MOST_POLICIES:
-                oldest = next(iter(self._policies))
-                del self._policies[oldest]
-                self._sums.pop(("policy", oldest), None)
+        self._meet("policy", policy, self._policies, _MOST_POLICIES)
+        self._meet("kind", None if kind is None else (policy, kind), self._kinds, _MOST_KINDS)
         # A row's few numbers are quicker one by one than as arrays.
         fade, width = self._fade, self._width
-        for key in _levels(group, request, policy):
+        for key in _levels(group, request, policy, kind):
             sums = self._sums.get(key)
             if sums is None:
                 sums = self._sums[key] = ([0.0] * width, [0.0] * width)
@@ -103,10 +108,12 @@ class AcceptanceEstimate:
                 kept[k] = kept[k] * fade + chances[k]
                 seen[k] = seen[k] * fade + 1.0
 
-    def survival(self, group: Hashable, request: Hashable, policy: str | None = None) -> np.ndarray:
+    def survival(
+        self, group: Hashable, request: Hashable, policy: str | None = None, kind: Hashable | None = None
+    ) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted."""
         means, leaning = [self._start] * self._width, self._leaning
-        for key in _levels(group, request, policy):
+        for key in _levels(group, request, policy, kind):
             sums = self._sums.get(key)
             if sums is not None:
                 means = [(k + leaning * mean) / (n + leaning) for k, n, mean in zip(*sums, means, strict=True)]
@@ -118,12 +125,24 @@ class AcceptanceEstimate:
     def forget_group(self, group: Hashable) -> None:
         self._sums.pop(("group", group), None)
 
+    def _meet(self, level: str, name: Hashable | None, known: dict[Hashable, None], most: int) -> None:
+        """Room for one more of those that nobody ends: the one that was met first makes it."""
+        if name is None or name in known:
+            return
+        known[name] = None
+        if len(known) > most:
+            oldest = next(iter(known))
+            del known[oldest]
+            self._sums.pop((level, oldest), None)
 
-def _levels(group: Hashable, request: Hashable, policy: str | None) -> Iterator[Hashable]:
+
+def _levels(group: Hashable, request: Hashable, policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:
     """Whose means a request's own leans on, the widest first."""
     yield ()
     if policy is not None:
         yield "policy", policy
+    if kind is not None:
+        yield "kind", (policy, kind)
     yield "group", group
     yield "request", request
 

@@ -63,15 +63,16 @@ class RoundResult:
         result = self._rows.wait()
         return result, [record.numpy() for record in self._records]
 
-    def seconds_behind(self, before: RoundResult) -> tuple[float, float]:
-        """How long the device had nothing to do between the rounds `before` and these, and how long these took; of
-        results that are there."""
-        if self.edges is None or before.edges is None:
-            return 0.0, 0.0
+    def seconds_behind(self, before: RoundResult | None) -> tuple[float, float] | None:
+        """How long the device had nothing to do between the rounds `before` and these (nothing if there were none),
+        and how long these took; of results that are there. None where the device has no clock."""
+        if self.edges is None:
+            return None
         began, ended = self.edges
         # It stands behind the copies that `wait` waits for.
         ended.synchronize()
-        return max(0.0, before.edges[1].elapsed_time(began)) / 1e3, began.elapsed_time(ended) / 1e3
+        idle = 0.0 if before is None or before.edges is None else before.edges[1].elapsed_time(began)
+        return max(0.0, idle) / 1e3, began.elapsed_time(ended) / 1e3
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

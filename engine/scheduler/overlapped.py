@@ -81,7 +81,8 @@ class OverlappedLoop:
         self._speculation = speculation
         self._rounds = rounds
         if speculation is not None:
-            speculation.alternation = Alternation(speculation.config.probe_every)
+            free = rounds is not None and not rounds.follows_host
+            speculation.alternation = Alternation(speculation.config.probe_every, free)
         self._committed_at: float | None = None
         """When the last burst was committed, where nothing but bursts has run since."""
         self._flying: Burst | None = None
@@ -188,8 +189,8 @@ class OverlappedLoop:
             most, result = steps * self._rounds.window, self._rounds.launch(planned, steps, before)
         else:
             most, result = steps, self._stepper.run(samples, rows.slots_B.tolist(), steps)
-            if self._speculation is not None:
-                self._speculation.passed(steps)
+        if self._speculation is not None:
+            self._speculation.passed(steps - (planned is not None))
         if self._counters.graph_captures != captures:
             self._committed_at = None  # what is committed next waited for a capture
         return Burst(samples, keys, steps, most, result, planned)

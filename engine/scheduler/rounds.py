@@ -91,7 +91,7 @@ class DeviceRounds:
     def rounds(self, planned: Planned, most: int) -> int:
         """How many to launch at once, of the `most` steps that would be: more of short ones, which the host cannot
         keep pace with one by one."""
-        if self.follows_host or most == 1:
+        if self.follows_host or most == 1 or planned.step.plan.probe:
             return 1
         step, rows, config = planned.step, planned.rows, self._speculation.config
         verified = step.plan.budget if config.mode == "compact" else int(planned.most_B.sum())
@@ -149,13 +149,18 @@ class DeviceRounds:
         return result
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
-        """Give samples what rounds brought, `seconds` each where that is known."""
+        """Give samples what rounds brought, `seconds` each where that is known and the device cannot tell better."""
         (host, records), step = result, planned.step
-        if planned.result is not None and planned.before is not None:
-            idle, busy = planned.result.seconds_behind(planned.before)
-            self._counters.round_idle_seconds += idle
-            self._counters.round_busy_seconds += busy
-            planned.before = None
+        assert planned.result is not None, "it ran"
+        if (device := planned.result.seconds_behind(planned.before)) is not None:
+            idle, busy = device
+            if seconds is None:
+                idle = 0.0  # it waited for a graph to be made, and will not again
+            if planned.before is not None:
+                self._counters.round_idle_seconds += idle
+                self._counters.round_busy_seconds += busy
+            seconds = (busy + idle) / len(records)
+        planned.before = None
         record_RBF = np.stack(records)
         running_B = np.array(
             [

@@ -18,6 +18,12 @@ def test_the_first_step_is_planned_and_a_round_that_paid_is_followed_by_another(
     assert alternation.asks
 
 
+def test_where_asking_is_free_every_burst_is_asked_about():
+    alternation = Alternation(64, free=True)
+    alternation.answered(drafting=False, probe=False, found=True)
+    assert alternation.asks
+
+
 def test_while_the_answer_is_no_it_is_asked_ever_more_rarely():
     alternation, waits = Alternation(64), []
     for _ in range(7):

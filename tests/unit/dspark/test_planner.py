@@ -90,11 +90,15 @@ def test_a_saturated_step_is_not_drafted_for_and_probes_bring_drafting_back():
     cost = TableCost({rows: 0.1 * rows for rows in range(1, 30)}, draft=0.5)
     planner = Planner(cost, None, probe_every=5)
     view = outlook(np.full((4, 3), 0.4))
-    taken = [planner.choose(view) for _ in range(12)]
-    assert [c.probe for c in taken] == [False] * 5 + [True] + [False] * 5 + [True]
+    taken = [planner.choose(view) for _ in range(17)]
+    assert [c.probe for c in taken] == [False] * 5 + [True] + [False] * 10 + [True], "ever more rarely"
     assert [c.drafting for c in taken] == [c.probe for c in taken]
-    cost.draft, cost.seconds = 0.0, {rows: 1.0 for rows in range(1, 30)}
+    steps, cost.draft, cost.seconds = cost.seconds, 0.0, {rows: 1.0 for rows in range(1, 30)}
     assert planner.choose(view).drafting
+    cost.draft, cost.seconds = 0.5, steps
+    assert not planner.choose(view).drafting
+    planner.passed(4)
+    assert planner.choose(view).probe, "it has paid since, and steps count that nobody asked about"
 
 
 def test_an_off_switch_leaves_plain_steps_and_probes():
@@ -266,6 +270,10 @@ def test_a_graph_is_made_once_doing_without_it_has_cost_as_much():
     lost = first.seconds * (1.0 - first.rate / best.rate)
     taken = [first, *(planner.choose(view) for _ in range(int(1.0 / lost)))]
     assert [choice.tier for choice in taken] == [4] * (len(taken) - 1) + [6] and taken[-1].capture
+    launched = Planner(cost, [2, 4, 6, 8], graphs=graphs)
+    assert launched.choose(view).tier == 4
+    launched.passed(int(1.0 / lost))
+    assert launched.choose(view).tier == 6, "steps of a launch lose as much each"
     # One that makes more of what another makes is not asked what it takes.
     optimist = TableCost({2: 1.0, 4: 1.1, 6: 1.2, 8: 0.1})
     ready = HeldGraphs(9.0, [(6, 4), (8, 4), (4, 2)])

@@ -54,6 +54,22 @@ def test_new_requests_start_from_their_group_and_new_groups_from_all():
     assert float(estimate.survival("hard", "h1")[0]) > before
 
 
+def test_a_new_group_starts_from_its_kind_within_its_policy():
+    estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
+    for number in range(40):
+        estimate.observe(f"e{number}", f"e{number}", [1.0], "near", kind="code")
+        estimate.observe(f"h{number}", f"h{number}", [0.0], "near", kind="prose")
+    code, prose, unnamed, foreign = (
+        float(estimate.survival("new", "new", policy, kind)[0])
+        for policy, kind in (("near", "code"), ("near", "prose"), ("near", None), ("far", "code"))
+    )
+    assert code > 0.9 and prose < 0.1 and 0.4 < unnamed < 0.6 and 0.4 < foreign < 0.6
+    for number in range(2_000):
+        estimate.observe("g", "g", [1.0], "near", kind=number)
+    assert float(estimate.survival("new", "new", "near", "prose")[0]) > 0.4, "of so many only the last are kept"
+    assert len(estimate._sums) < 1_200
+
+
 def test_fading_follows_a_change():
     estimate = AcceptanceEstimate(1, fade=0.9)
     for outcome in [1.0] * 100 + [0.0] * 60:

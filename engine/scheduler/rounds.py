@@ -144,8 +144,11 @@ class DeviceRounds:
             capture=step.plan.capture,
         )
         self._counters.device_rounds += rounds
-        result = self._stepper.run(plan, step.samples)
-        planned.result, planned.before = result, None if before is None else before.result
+        captures = self._counters.graph_captures
+        planned.result = result = self._stepper.run(plan, step.samples)
+        if before is not None and captures == self._counters.graph_captures:
+            # A device that waited for a graph to be made will not again.
+            planned.before = before.result
         return result
 
     def commit(self, planned: Planned, result: tuple[HostResult, list[np.ndarray]], seconds: float | None) -> None:
@@ -154,8 +157,6 @@ class DeviceRounds:
         assert planned.result is not None, "it ran"
         if (device := planned.result.seconds_behind(planned.before)) is not None:
             idle, busy = device
-            if seconds is None:
-                idle = 0.0  # it waited for a graph to be made, and will not again
             if planned.before is not None:
                 self._counters.round_idle_seconds += idle
                 self._counters.round_busy_seconds += busy

@@ -13,6 +13,7 @@ import torch
 
 from engine.dspark.states import StateStore
 from engine.errors import Unsupported
+from engine.memory.transfer import send
 from engine.request import Sample
 from engine.scheduler.commit import Committer
 from engine.scheduler.pages import PageManager
@@ -29,8 +30,12 @@ class DraftWatcher(Protocol):
         """A step that verified drafts; its tokens are with their samples."""
         ...
 
+    def wants(self, sample: Sample) -> bool:
+        """A sample ends: whether to be told of it."""
+        ...
+
     def on_sample(self, sample: Sample, states_TMD: torch.Tensor) -> None:
-        """A sample ends. `states_TMD` are the watcher's own: of all its tokens but the last, whose state
+        """It does. The device may be busy: whoever waits for it here, decoding waits for. `states_TMD` are the watcher's own: of all its tokens but the last, whose state
         nobody needed; M as `StateStore.layers`."""
         ...
 
@@ -75,5 +80,6 @@ class Drafting:
 def _hand_over(watcher: DraftWatcher, states: StateStore, pages: PageManager, sample: Sample) -> None:
     sequence, count = sample.sequence, sample.length - 1
     assert sequence is not None
-    pages_P = torch.from_numpy(pages.table.pages(sequence.slot, 0, pages.pages_for(count)))
-    watcher.on_sample(sample, states.read(pages_P.to(pages.pool.device), count))
+    if watcher.wants(sample):
+        pages_P = send(pages.table.pages(sequence.slot, 0, pages.pages_for(count)), pages.pool.device)
+        watcher.on_sample(sample, states.read(pages_P, count))

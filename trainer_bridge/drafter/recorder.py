@@ -9,7 +9,7 @@ Shapes: T tokens, M captured layers, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from engine.dspark.draft_step import DraftStep
 from engine.models.decoder import DenseDecoderLM
 from engine.request import Sample
+from engine.runner.stepper import to_host
 from trainer_bridge.drafter.examples import DraftExample
 from trainer_bridge.drafter.features import FeatureExample
 
@@ -47,7 +48,8 @@ class _Rounds:
 
 class RolloutRecorder:
     """A `DraftWatcher`. Every `every`-th finished sample is kept, on the host; the rest count for `promises`
-    alone. A sample that more than one policy version wrote is left out: its states are of several."""
+    alone. A sample that more than one policy version wrote is left out: its states are of several. States come to the
+    host while the device goes on."""
 
     def __init__(self, target: DenseDecoderLM, every: int = 1) -> None:
         assert every >= 1, "a share of samples is kept"
@@ -57,47 +59,61 @@ class RolloutRecorder:
         self._items: dict[tuple[str, int], FeatureExample] = {}
         self._promises: list[Promise] = []
         self._ended = 0
+        self._copied: torch.cuda.Event | None = None
+        """Behind the last of the copies of states."""
 
     def take(self) -> tuple[list[Recorded], list[Promise]]:
         """Everything since the last time. Call it while the engine is idle: rounds of samples that have not
         ended well are forgotten."""
+        if self._copied is not None:
+            self._copied.synchronize()
         recorded = []
         for key, item in self._items.items():
             rounds = self._rounds.get(key, _Rounds())
+            if self._copied is not None:
+                # Pinned memory is for the next ones.
+                assert item.last_TD is not None
+                item = replace(item, features_TMD=item.features_TMD.clone(), last_TD=item.last_TD.clone())
             recorded.append(Recorded(item, rounds.anchors, rounds.accepted))
         promises = self._promises
-        self._rounds, self._items, self._promises = {}, {}, []
+        self._rounds, self._items, self._promises, self._copied = {}, {}, [], None
         return recorded, promises
 
     def on_round(self, step: DraftStep) -> None:
         assert step.verdict is not None
-        for b in range(len(step.survival_BG)):
-            sample, verified = step.samples[b], len(step.drafts[b])
-            accepted = step.verdict.num_accepted[b]
+        rows, drafts = step.survival_BG.shape
+        verified_B = np.array([len(own) for own in step.drafts[:rows]])
+        predicted_B = np.where(np.arange(drafts) < verified_B[:, None], step.survival_BG, 0.0).sum(1)
+        told = zip(step.samples, step.anchors, predicted_B.tolist(), step.verdict.num_accepted, strict=False)
+        for sample, anchor, predicted, accepted in told:
             if sample.spans:
-                predicted = float(step.survival_BG[b, :verified].sum())
                 self._promises.append(Promise(sample.spans[-1].policy_version, predicted, float(accepted)))
-            if step.anchors[b] + 1 < sample.length:
+            if anchor + 1 < sample.length:
                 rounds = self._rounds.setdefault(_key(sample), _Rounds())
-                rounds.anchors.append(step.anchors[b])
+                rounds.anchors.append(anchor)
                 rounds.accepted.append(accepted)
 
-    def on_sample(self, sample: Sample, states_TMD: torch.Tensor) -> None:
+    def wants(self, sample: Sample) -> bool:
         self._ended += 1
         versions = {span.policy_version for span in sample.spans}
-        if len(versions) != 1 or sample.resumed or sample.mixed_kv or self._ended % self._every:
-            return
+        return len(versions) == 1 and not (sample.resumed or sample.mixed_kv or self._ended % self._every)
+
+    def on_sample(self, sample: Sample, states_TMD: torch.Tensor) -> None:
         tokens = sample.tokens().astype(np.uint32)
         mask = np.zeros(len(tokens), dtype=bool)
         mask[len(sample.group.prompt) :] = True
         name = f"{sample.group.request.group_id}/{sample.index}"
-        example = DraftExample(name, sample.group.request.domain, tokens, mask, versions.pop())
+        version = sample.spans[-1].policy_version
+        example = DraftExample(name, sample.group.request.domain, tokens, mask, version)
         with torch.no_grad():
             last_TD = self._target.model.norm(states_TMD[:, -1])
         # The last token's states are not there, and no label needs them.
         features_TMD = torch.cat((states_TMD[:, :-1], torch.zeros_like(states_TMD[:1, :-1])))
         last_TD = torch.cat((last_TD, torch.zeros_like(last_TD[:1])))
-        self._items[_key(sample)] = FeatureExample(example, features_TMD.cpu(), last_TD.cpu())
+        self._items[_key(sample)] = FeatureExample(example, to_host(features_TMD), to_host(last_TD))
+        if states_TMD.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
 
 def _key(sample: Sample) -> tuple[str, int]:

@@ -70,10 +70,12 @@ class Record:
         self.on_round: Callable[[DraftStep], None] | None = None
         """Told of every step that verified drafts."""
 
-    def prior(self, sample: Sample) -> np.ndarray:
-        """float64 [G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
-        group = sample.group
-        return self._estimate.survival(group.arrival, sample.order, policy_of(group), kind_of(group))
+    def priors(self, samples: Sequence[Sample]) -> np.ndarray:
+        """float64 [B, G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
+        groups = [sample.group for sample in samples]
+        names = [(policy_of(group), kind_of(group)) for group in groups]
+        orders = [sample.order for sample in samples]
+        return self._estimate.survivals([group.arrival for group in groups], orders, names)
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
         """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""

@@ -159,8 +159,8 @@ class Speculation:
     def _chances(self, rows: Rows) -> np.ndarray:
         """What is known of each row's survivals before it drafts, float64 [B, G]."""
         survival_BG = np.empty((len(rows), self.drafter.traits.max_drafts))
-        for b in self._lagged.known(self._step, rows.keys_B.tolist(), survival_BG):
-            survival_BG[b] = self.record.prior(rows.samples[b])
+        if missing := self._lagged.known(self._step, rows.keys_B.tolist(), survival_BG):
+            survival_BG[missing] = self.record.priors([rows.samples[b] for b in missing])
         return survival_BG[:, : self.max_drafts]
 
     def _plan(self, rows: Rows, most_B: np.ndarray) -> tuple[DraftStep, Rows, np.ndarray]:
@@ -200,7 +200,7 @@ class Speculation:
         least_B = self.least(rows, most_B)[:members]
         most = np.minimum(most_B[:members], proposal.lens).tolist()
         if proposal.confidence_BG is None:
-            step.survival_BG = np.stack([self.record.prior(sample) for sample in samples])
+            step.survival_BG = self.record.priors(samples)
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
             self._lagged.note(self._step, [sample.held.key for sample in samples], step.survival_BG)

@@ -9,10 +9,8 @@ Shapes: B requests, G drafts a request.
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -112,12 +110,40 @@ class AcceptanceEstimate:
         self, group: Hashable, request: Hashable, policy: str | None = None, kind: Hashable | None = None
     ) -> np.ndarray:
         """float64 [G]: the chance that all drafts up to each position are accepted."""
+        return self.survivals([group], [request], [(policy, kind)])[0]
+
+    def survivals(
+        self,
+        groups: Sequence[Hashable],
+        requests: Sequence[Hashable],
+        names: Sequence[tuple[str | None, Hashable | None]],
+    ) -> np.ndarray:
+        """The same [B, G] of many, `names` their policies and kinds. What those lean on is worked out once."""
+        wide: dict[tuple[str | None, Hashable | None], list[float]] = {}
+        for policy, kind in names:
+            if (policy, kind) not in wide:
+                wide[policy, kind] = self._wide(policy, kind)
+        means_BG = np.array([wide[pair] for pair in names])
+        self._lean(means_BG, [("group", group) for group in groups])
+        self._lean(means_BG, [("request", request) for request in requests])
+        return np.multiply.accumulate(means_BG, axis=1)
+
+    def _wide(self, policy: str | None, kind: Hashable | None) -> list[float]:
+        """Means of all requests of a policy and kind."""
         means, leaning = [self._start] * self._width, self._leaning
-        for key in _levels(group, request, policy, kind):
-            sums = self._sums.get(key)
-            if sums is not None:
+        for key in _wider(policy, kind):
+            if (sums := self._sums.get(key)) is not None:
                 means = [(k + leaning * mean) / (n + leaning) for k, n, mean in zip(*sums, means, strict=True)]
-        return np.array(list(accumulate(means, operator.mul)))
+        return means
+
+    def _lean(self, means_BG: np.ndarray, keys: Sequence[Hashable]) -> None:
+        """Put the means of `keys`, where they have any, in place of the wider ones that they lean on."""
+        found = [self._sums.get(key) for key in keys]
+        known = [b for b, sums in enumerate(found) if sums is not None]
+        if known:
+            sums_K2G = np.array([found[b] for b in known])
+            leant_KG = sums_K2G[:, 0] + self._leaning * means_BG[known]
+            means_BG[known] = leant_KG / (sums_K2G[:, 1] + self._leaning)
 
     def forget_request(self, request: Hashable) -> None:
         self._sums.pop(("request", request), None)
@@ -138,13 +164,18 @@ class AcceptanceEstimate:
 
 def _levels(group: Hashable, request: Hashable, policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:
     """Whose means a request's own leans on, the widest first."""
+    yield from _wider(policy, kind)
+    yield "group", group
+    yield "request", request
+
+
+def _wider(policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:
+    """Those of more than its group."""
     yield ()
     if policy is not None:
         yield "policy", policy
     if kind is not None:
         yield "kind", (policy, kind)
-    yield "group", group
-    yield "request", request
 
 
 class DriftAlarm:

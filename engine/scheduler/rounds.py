@@ -120,7 +120,7 @@ class DeviceRounds:
         tables_BP = table.pages_SP[:, : int(held_B.max())][slots_B]
         prior_BG = np.zeros((len(rows), self.window - 1))
         if not self._speculation.drafter.traits.has_confidence:
-            prior_BG = np.stack([self._speculation.record.prior(sample) for sample in step.samples])
+            prior_BG = self._speculation.record.priors(step.samples)
         drafts_BG = None
         if planned.proposal is not None:
             drafts_BG = np.zeros((len(rows), self.window - 1), dtype=np.int64)

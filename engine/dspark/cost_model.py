@@ -138,31 +138,26 @@ class CostModel:
 
     def predict(self, shapes: Sequence[StepShape]) -> np.ndarray:
         """Seconds float64 [C], never below a tenth of the shortest step seen."""
-        seconds_C = np.array([self._features(shape) @ self._coefficients_D for shape in shapes]) * self._unit
-        return np.maximum(seconds_C, self._floor)
+        # Few coefficients are met: quicker one by one than as arrays.
+        known_D = self._coefficients_D
+        sums = [sum(float(known_D[place]) * weight for place, weight in self._terms(shape)) for shape in shapes]
+        return np.array([max(seconds * self._unit, self._floor) for seconds in sums])
 
-    def times(
-        self,
-        rows: int | np.ndarray,
-        tiers_C: np.ndarray,
-        drafting: bool,
-        tokens_read: float,
-        context_queries_C: np.ndarray,
-        shares_C: np.ndarray | float = 1.0,
-    ) -> np.ndarray:
-        """The same for steps of one batch that differ in what they draft and verify, and in rows where some pad
-        them."""
-        count, rows = len(self._row_knots), np.asarray(rows, dtype=np.float64)
-        plain_K, rows_K, draft_K = self._coefficients_D[: 3 * count].reshape(3, count)
-        if drafting:
-            tier_K = np.concatenate(((0.0,), self._coefficients_D[3 * count : -4]))
-            seconds_C = _along(self._rows_K, rows_K, rows) + _along(self._tiers_K, tier_K, tiers_C)
-            seconds_C = seconds_C + _along(self._rows_K, draft_K, rows * shares_C)
-            per_read, per_query = self._coefficients_D[-2:] / _KV_UNIT
-        else:
-            seconds_C = _along(self._rows_K, plain_K, rows)
-            per_read, per_query = self._coefficients_D[-4:-2] / _KV_UNIT
-        seconds_C = seconds_C + per_read * tokens_read + per_query * context_queries_C
+    def weights(self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray) -> np.ndarray:
+        """What the times of steps with drafts are made of, float64 [C, D - 4]: all but what they read. It stays as it
+        is, whatever the fit learns."""
+        count = len(self._row_knots)
+        weights_CD = np.zeros((len(rows_C), len(self._coefficients_D) - 4))
+        weights_CD[:, count : 2 * count] = _spread(self._rows_K, rows_C)
+        weights_CD[:, 2 * count : 3 * count] = _spread(self._rows_K, rows_C * shares_C)
+        weights_CD[:, 3 * count :] = _spread(self._tiers_K, tiers_C)[:, 1:]
+        return weights_CD
+
+    def times(self, weights_CD: np.ndarray, tokens_read: float, context_queries_C: np.ndarray) -> np.ndarray:
+        """Seconds float64 [C], as `predict`, of steps of one batch that differ in what they draft and verify, and in
+        rows where some pad them."""
+        per_read, per_query = (self._coefficients_D[-2:] / _KV_UNIT).tolist()
+        seconds_C = weights_CD @ self._coefficients_D[:-4] + per_read * tokens_read + per_query * context_queries_C
         return np.maximum(seconds_C * self._unit, self._floor)
 
     @property
@@ -206,19 +201,22 @@ class CostModel:
 
     def _features(self, shape: StepShape) -> np.ndarray:
         """float64 [D]."""
-        count = len(self._row_knots)
         features_D = np.zeros(len(self._coefficients_D))
-        for place, weight in _between(self._row_knots, shape.rows):
-            features_D[count * shape.drafting + place] = weight
-        if shape.drafting:
-            for place, weight in _between(self._row_knots, shape.rows * shape.share):
-                features_D[2 * count + place] = weight
-            for place, weight in _between(self._tier_knots, shape.tier):
-                if place:
-                    features_D[3 * count + place - 1] = weight
-        at = -2 if shape.drafting else -4
-        features_D[at], features_D[at + 1] = shape.tokens_read / _KV_UNIT, shape.context_queries / _KV_UNIT
+        for place, weight in self._terms(shape):
+            features_D[place] = weight
         return features_D
+
+    def _terms(self, shape: StepShape) -> list[tuple[int, float]]:
+        """Coefficients and how much of each a step takes."""
+        count, size = len(self._row_knots), len(self._coefficients_D)
+        first = count * shape.drafting
+        terms = [(first + place, weight) for place, weight in _between(self._row_knots, shape.rows)]
+        if shape.drafting:
+            drafted, tiers = _between(self._row_knots, shape.rows * shape.share), _between(self._tier_knots, shape.tier)
+            terms += [(2 * count + place, weight) for place, weight in drafted]
+            terms += [(3 * count + place - 1, weight) for place, weight in tiers if place]
+        at = size - 2 if shape.drafting else size - 4
+        return [*terms, (at, shape.tokens_read / _KV_UNIT), (at + 1, shape.context_queries / _KV_UNIT)]
 
     def _is_hiccup(self, kind: bytes, sign: int) -> bool:
         """Whether a surprise of this kind of step is not yet one of many the same way."""
@@ -311,10 +309,14 @@ def _between(knots: list[float], value: float) -> list[tuple[int, float]]:
     return [(right - 1, 1.0 - share), (right, share)]
 
 
-def _along(knots_K: np.ndarray, heights_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
-    """The same function at many values, given its heights at the knots."""
-    result_C, last = np.interp(values_C, knots_K, heights_K), knots_K[-1]
-    if len(knots_K) > 1 and values_C.max() > last:
-        slope = (heights_K[-1] - heights_K[-2]) / (last - knots_K[-2])
-        result_C = result_C + slope * np.maximum(0.0, values_C - last)
-    return result_C
+def _spread(knots_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
+    """The same of many values, float64 [C, K]."""
+    last, rows_C = len(knots_K) - 1, np.arange(len(values_C))
+    if not last:
+        return np.ones((len(values_C), 1))
+    right_C = np.clip(np.searchsorted(knots_K, values_C), 1, last)
+    left_C = right_C - 1
+    shares_C = np.maximum(0.0, (values_C - knots_K[left_C]) / (knots_K[right_C] - knots_K[left_C]))
+    weights_CK = np.zeros((len(values_C), last + 1))
+    weights_CK[rows_C, left_C], weights_CK[rows_C, right_C] = 1.0 - shares_C, shares_C
+    return weights_CK

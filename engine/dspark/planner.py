@@ -14,27 +14,21 @@ Shapes: B requests, G drafts a request, C candidates.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
 
-from engine.dspark.cost_model import CostModel
+from engine.dspark.cost_model import CostModel, StepShape
+from engine.dspark.graph_choice import GraphChoice, Graphs
 
-_SPARE = 1.1
-"""Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
 MOST_WAITS = 16
 """Times `probe_every` steps that pass at most between two probes."""
 _FORCED = 2.0
 _BARRED = -1.0
-_WANTED_LOW = np.array([1, 1, -1, 1])
-"""Of a graph's rows, verify rows, drafts verified and slots of blocks, only drafts are better more."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,23 +134,6 @@ class Choice:
         )
 
 
-class Graphs(Protocol):
-    """Those that rounds run as."""
-
-    @property
-    def capture_seconds(self) -> float:
-        """What making one more takes."""
-        ...
-
-    def row_tier(self, rows: int) -> int:
-        """Rows of one that is made for so many requests."""
-        ...
-
-    def ready(self, rows: int) -> Sequence[tuple[int, int, int]]:
-        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests."""
-        ...
-
-
 class Planner:
     """`tiers` are the verify-row counts that graphs exist for, ascending; None where every count is one
     (no graphs). `ragged`: the drafter makes as many drafts of each request as it is asked for, and is asked
@@ -180,14 +157,10 @@ class Planner:
         draft_tiers: Sequence[int] | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
         self._cost = cost
-        self._tiers = None if tiers is None else np.array(tiers)
-        self._every = list(tiers or ())
+        self._choice = GraphChoice(cost, tiers, ragged, draft_tiers, graphs)
         self._hysteresis = hysteresis
         self._probe_every = probe_every
-        self._ragged = ragged
-        self._draft_tiers = None if draft_tiers is None else np.array(draft_tiers)
         self._graphs = graphs
         self._lost = 0.0
         """Seconds, for want of a graph."""
@@ -227,33 +200,23 @@ class Planner:
 
     def _plain(self, outlook: Outlook) -> Choice:
         rows = len(outlook.most_B)
-        tier = self._tier(rows)
-        (seconds,) = self._cost.times(
-            rows, np.array([tier]), False, outlook.tokens_read, np.array([outlook.context_B.sum()])
-        )
+        tier = self._choice.tier(rows)
+        shape = StepShape(rows, tier, False, outlook.tokens_read, float(outlook.context_B.sum()))
+        (seconds,) = self._cost.predict([shape])
         return Choice(False, 0, tier, float(rows), float(seconds))
 
     def _drafting(self, outlook: Outlook) -> tuple[Choice | None, Choice | None]:
-        """The best tier, and the best graph that is there. Padding is filled with drafts, so a tier's budget is all
-        it holds."""
+        """The best tier, and the best graph that is there."""
         rows, whole = outlook.survival_BG.shape
         ranking = outlook.ranking
         most, least = len(ranking.row_M), max(1, int(np.minimum(outlook.least_B, outlook.most_B).sum()))
-        if most < least:
+        graphs = self._choice.candidates(rows, whole, least, most) if most >= least else None
+        if graphs is None:
             return None, None
-        tokens_M = rows + np.cumsum(ranking.survival_M)
-        context_M = outlook.context_B.sum() + np.cumsum(outlook.context_B[ranking.row_M])
-        # Columns: rows and verify rows of the graph, drafts verified, slots of blocks.
-        reachable_C4 = self._reachable_graphs(rows, least, most)
-        there_C4 = self._ready_graphs(rows, least, most)
-        graphs_C4 = np.concatenate((reachable_C4, there_C4))
-        if not len(graphs_C4):
-            return None, None
-        padded_C, tiers_C, budgets_C, slots_C = graphs_C4.T
-        shares_C = slots_C / (padded_C * whole) if self._ragged else 1.0
-        reads = outlook.tokens_read, context_M[budgets_C - 1]
-        seconds_C = self._cost.times(padded_C, tiers_C, True, *reads, shares_C)
-        tokens_C = tokens_M[budgets_C - 1]
+        tiers_C, spent_C = graphs.tiers_C, graphs.budgets_C - 1
+        tokens_C = rows + np.cumsum(ranking.survival_M)[spent_C]
+        context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[ranking.row_M])[spent_C]
+        seconds_C = self._cost.times(graphs.weights_CD, outlook.tokens_read, context_C)
         rates_C = tokens_C / seconds_C
 
         def best(first: int, last: int, capture: bool) -> Choice | None:
@@ -262,36 +225,15 @@ class Planner:
             place = first + self._kept(tiers_C[first:last], rates_C[first:last])
             return Choice(
                 drafting=True,
-                budget=int(budgets_C[place]),
+                budget=int(graphs.budgets_C[place]),
                 tier=int(tiers_C[place]),
                 tokens=float(tokens_C[place]),
                 seconds=float(seconds_C[place]),
-                slots=min(int(slots_C[place]), most),
+                slots=min(int(graphs.slots_C[place]), most),
                 capture=capture,
             )
 
-        count = len(reachable_C4)
-        return best(0, count, True), best(count, len(graphs_C4), False)
-
-    def _reachable_graphs(self, rows: int, least: int, most: int) -> np.ndarray:
-        """Those that could be made for `least` to `most` drafts."""
-        tiers_C = self._reachable(rows + least, rows + most)
-        budgets_C = np.minimum(tiers_C - rows, most)
-        graphs_C4 = np.empty((len(tiers_C), 4), dtype=np.int64)
-        graphs_C4[:, 0] = rows if self._graphs is None else self._graphs.row_tier(rows)
-        graphs_C4[:, 1], graphs_C4[:, 2] = tiers_C, budgets_C
-        graphs_C4[:, 3] = self._slots(budgets_C, most) if self._ragged else most
-        return graphs_C4
-
-    def _ready_graphs(self, rows: int, least: int, most: int) -> np.ndarray:
-        """Those that are there, but for what another outdoes."""
-        ready = [] if self._graphs is None else self._graphs.ready(rows)
-        graphs = [(padded, tier, slots or most) for padded, tier, slots in ready]
-        held = [(padded, tier, min(tier - rows, most, slots), slots) for padded, tier, slots in graphs]
-        graphs_C4 = np.array(held, dtype=np.int64).reshape(-1, 4)
-        if not len(graphs_C4):
-            return graphs_C4
-        return graphs_C4[(graphs_C4[:, 2] >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
+        return best(0, graphs.reachable, True), best(graphs.reachable, len(tiers_C), False)
 
     def _kept(self, tiers_C: np.ndarray, rates_C: np.ndarray) -> int:
         """The best, or the last step's tier where it is hardly worse."""
@@ -314,14 +256,6 @@ class Planner:
         self._lost = self._losing = 0.0
         return self._better(plain, best)
 
-    def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
-        """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""
-        slots_C = np.minimum(np.ceil(budgets_C * _SPARE), most).astype(np.int64)
-        if self._draft_tiers is None:
-            return slots_C
-        places_C = np.searchsorted(self._draft_tiers, slots_C)
-        return self._draft_tiers[np.minimum(places_C, len(self._draft_tiers) - 1)]
-
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
         """What was done last is done again where the other is hardly better."""
         rates = plain.rate, drafting.rate
@@ -331,32 +265,6 @@ class Planner:
         if self._last == (True, drafting.tier):
             return drafting if rates[1] >= keep * rates[0] else plain
         return drafting if rates[1] > rates[0] else plain
-
-    def _reachable(self, low: int, high: int) -> np.ndarray:
-        """Tiers that hold at least `low` rows, up to the first that holds `high`."""
-        if self._tiers is None:
-            return np.arange(low, high + 1)
-        first, last = bisect_left(self._every, low), bisect_left(self._every, high)
-        return self._tiers[first : last + 1]
-
-    def _tier(self, rows: int) -> int:
-        if self._tiers is None:
-            return rows
-        place = bisect_left(self._every, rows)
-        assert place < len(self._every), f"{rows} rows, the largest tier holds {self._every[-1]}"
-        return self._every[place]
-
-
-def _outdone(costs_CN: np.ndarray) -> np.ndarray:
-    """Whether another is nowhere more and somewhere less, bool [C]: a fit that has seen neither is not asked."""
-    no_more_CC = np.all(costs_CN[None] <= costs_CN[:, None], axis=2)
-    less_CC = np.any(costs_CN[None] < costs_CN[:, None], axis=2)
-    return np.any(no_more_CC & less_CC, axis=1)
-
-
-def slots_for(budget: int, most: int) -> int:
-    """Drafts to make so that `budget` of them are verified."""
-    return min(math.ceil(budget * _SPARE), most)
 
 
 def drafted(outlook: Outlook, slots: int) -> np.ndarray:

@@ -28,8 +28,9 @@ from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
+from engine.dspark.graph_choice import Graphs
 from engine.dspark.picks import CoupledPick, RejectionPick
-from engine.dspark.planner import Choice, Graphs, Outlook, Planner, drafted, spend, windows
+from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
 from engine.dspark.scaling import SurvivalScaling, as_table, stored_scaling

@@ -108,6 +108,8 @@ class RoundStepper:
         self._captured: dict[_Key, CapturedRound] = {}
         self._kind: tuple[RoundModes, Variant | None, bool] | None = None
         """Of the round that ran last, beside its tiers."""
+        self.changes = 0
+        """Grows with every graph that comes or goes and every change of kind: `ready` may say something else."""
         self._sharing_B = np.empty(0, dtype=np.int64)
         """Keys of the rows that were last looked at for what they share, which was `_found`."""
         self._found: list[SharedPrefix] = []
@@ -142,6 +144,7 @@ class RoundStepper:
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
+        self.changes += 1
         self._inputs.clear()
         self._scratch = None
         self._graphs.forget()
@@ -191,13 +194,17 @@ class RoundStepper:
         variant = None
         if plan.adapters and self._parts.adapters is not None:
             variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
-        self._kind = (plan.modes, variant, bool(plan.prefixes))
-        key = (self.row_tier(plan.rows), verify, slots, *self._kind)
+        kind = (plan.modes, variant, bool(plan.prefixes))
+        if kind != self._kind:
+            self._kind = kind
+            self.changes += 1
+        key = (self.row_tier(plan.rows), verify, slots, *kind)
         if key not in self._captured and not plan.capture:
             key = self._roomy(key) or key
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
+            self.changes += 1
         return captured, key
 
     def _roomy(self, key: _Key) -> _Key | None:
@@ -224,6 +231,7 @@ class RoundStepper:
             torch.cuda.synchronize(self._table.device)
         for key in [key for key in self._captured if key[3].step.extra]:
             del self._captured[key]
+            self.changes += 1
 
     def _capture(
         self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None, shared: bool

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import StepShape
-from engine.dspark.planner import slots_for
+from engine.dspark.graph_choice import slots_for
 from engine.memory.device_table import STOPPED, DeviceTable, RowState
 from engine.metrics import EngineCounters
 from engine.runner.graph_stepper import GraphStepper

@@ -171,7 +171,8 @@ def test_a_batchs_steps_are_predicted_together_as_alone():
         model.observe(shape, 0.01 + 1e-4 * rows + 2e-5 * tier)
     tiers = np.array([1, 3, 8, 40, 64, 100])
     for rows in (1, 3, 16, 20):
-        for drafting in (False, True):
-            together = model.times(rows, tiers, drafting, 700.0, 9.0 * tiers)
-            alone = model.predict([StepShape(rows, int(tier), drafting, 700.0, 9.0 * tier) for tier in tiers])
+        for share in (0.3, 1.0):
+            weights = model.weights(np.full(6, rows), tiers, np.full(6, share))
+            together = model.times(weights, 700.0, 9.0 * tiers)
+            alone = model.predict([StepShape(rows, int(tier), True, 700.0, 9.0 * tier, share) for tier in tiers])
             np.testing.assert_allclose(together, alone)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.dspark.cost_model import StepShape
 from engine.dspark.planner import Outlook, Planner, StepPlan, drafted, spend, windows
 from engine.dspark.survival import LaggedSurvivals
 from tests.unit.dspark.test_acceptance import LEAST_P, p_value, p_value_or_zero
@@ -19,8 +20,14 @@ class TableCost:
     def __init__(self, seconds, draft=0.0):
         self.seconds, self.draft = seconds, draft
 
-    def times(self, rows, tiers, drafting, tokens_read, context_queries, share=1.0):
-        return np.array([self.seconds[int(tier)] for tier in tiers]) + self.draft * drafting * np.asarray(share)
+    def predict(self, shapes):
+        return np.array([self.seconds[shape.tier] + self.draft * shape.drafting * shape.share for shape in shapes])
+
+    def weights(self, rows, tiers, shares):
+        return np.stack((tiers, shares), axis=1)
+
+    def times(self, weights, tokens_read, context_queries):
+        return np.array([self.seconds[int(tier)] + self.draft * share for tier, share in weights])
 
 
 def outlook(survival, least=0, most=None, context=100):
@@ -44,7 +51,7 @@ def best_rate(view, tiers, cost):
     rows = len(view.survival_BG)
 
     def seconds(tier, drafting):
-        return float(cost.times(rows, [tier], drafting, 0.0, [0.0])[0])
+        return float(cost.predict([StepShape(rows, tier, drafting)])[0])
 
     best = rows / seconds(min(t for t in tiers if t >= rows), False)
     ranges = [range(int(lo), int(hi) + 1) for lo, hi in zip(view.least_B, view.most_B, strict=True)]
@@ -251,6 +258,10 @@ class HeldGraphs:
 
     def __init__(self, capture_seconds, held):
         self.capture_seconds, self.held = capture_seconds, held
+
+    @property
+    def changes(self):
+        return len(self.held)
 
     def row_tier(self, rows):
         return rows

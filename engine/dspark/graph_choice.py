@@ -1,0 +1,153 @@
+"""Graphs that a step of rounds could run as.
+
+Owns which there are to choose from, as columns, and how many drafts each has room for. Ignores what they are
+worth (`engine.dspark.planner`), what they cost (`engine.dspark.cost_model`) and how they are made
+(`engine.runner.round_stepper`).
+
+Shapes: C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engine.dspark.cost_model import CostModel
+
+_SPARE = 1.1
+"""Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
+_WANTED_LOW = np.array([1, 1, -1, 1])
+"""Of a graph's rows, verify rows, drafts verified and slots of blocks, only drafts are better more."""
+
+
+class Graphs(Protocol):
+    """Those that rounds run as."""
+
+    @property
+    def capture_seconds(self) -> float:
+        """What making one more takes."""
+        ...
+
+    @property
+    def changes(self) -> int:
+        """Grows when `ready` may say something else."""
+        ...
+
+    def row_tier(self, rows: int) -> int:
+        """Rows of one that is made for so many requests."""
+        ...
+
+    def ready(self, rows: int) -> Sequence[tuple[int, int, int]]:
+        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Verify rows of graphs, `budgets_C` of which are drafts, and the slots of their blocks; what their times are
+    made of (`CostModel.weights`). The first `reachable` could be made, the others are there."""
+
+    tiers_C: np.ndarray
+    budgets_C: np.ndarray
+    slots_C: np.ndarray
+    weights_CD: np.ndarray
+    reachable: int
+
+
+class GraphChoice:
+    """`tiers`, `ragged`, `draft_tiers` and `graphs` as the planner's."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        tiers: Sequence[int] | None,
+        ragged: bool,
+        draft_tiers: Sequence[int] | None,
+        graphs: Graphs | None,
+    ) -> None:
+        assert tiers is None or list(tiers) == sorted(set(tiers)), "tiers ascend"
+        self._cost = cost
+        self._tiers = None if tiers is None else np.array(tiers)
+        self._every = list(tiers or ())
+        self._ragged = ragged
+        self._draft_tiers = None if draft_tiers is None else np.array(draft_tiers)
+        self._graphs = graphs
+        self._asked: tuple[int, int, int, int, int] | None = None
+        """What candidates were last asked for, and how often graphs had changed."""
+        self._found: Candidates | None = None
+
+    def candidates(self, rows: int, whole: int, least: int, most: int) -> Candidates | None:
+        """Those for `least` to `most` drafts of so many requests, `whole` of each at most; None where there are none.
+        Padding is filled with drafts, so a tier's budget is all it holds."""
+        asked = rows, whole, least, most, 0 if self._graphs is None else self._graphs.changes
+        if asked != self._asked:
+            self._found, self._asked = self._find(rows, whole, least, most), asked
+        return self._found
+
+    def tier(self, rows: int) -> int:
+        """Verify rows that so many steps without drafts are padded to."""
+        if self._tiers is None:
+            return rows
+        place = bisect_left(self._every, rows)
+        assert place < len(self._every), f"{rows} rows, the largest tier holds {self._every[-1]}"
+        return self._every[place]
+
+    def _find(self, rows: int, whole: int, least: int, most: int) -> Candidates | None:
+        # Columns: rows and verify rows of the graph, drafts verified, slots of blocks.
+        reachable_C4 = self._reachable(rows, least, most)
+        graphs_C4 = np.concatenate((reachable_C4, self._ready(rows, least, most)))
+        if not len(graphs_C4):
+            return None
+        padded_C, tiers_C, budgets_C, slots_C = graphs_C4.T
+        shares_C = slots_C / (padded_C * whole) if self._ragged else np.ones(len(padded_C))
+        weights_CD = self._cost.weights(padded_C, tiers_C, shares_C)
+        return Candidates(tiers_C, budgets_C, slots_C, weights_CD, len(reachable_C4))
+
+    def _reachable(self, rows: int, least: int, most: int) -> np.ndarray:
+        """Those that could be made, up to the first that holds all."""
+        if self._tiers is None:
+            tiers_C = np.arange(rows + least, rows + most + 1)
+        else:
+            first, last = bisect_left(self._every, rows + least), bisect_left(self._every, rows + most)
+            tiers_C = self._tiers[first : last + 1]
+        budgets_C = np.minimum(tiers_C - rows, most)
+        graphs_C4 = np.empty((len(tiers_C), 4), dtype=np.int64)
+        graphs_C4[:, 0] = rows if self._graphs is None else self._graphs.row_tier(rows)
+        graphs_C4[:, 1], graphs_C4[:, 2] = tiers_C, budgets_C
+        graphs_C4[:, 3] = self._slots(budgets_C, most) if self._ragged else most
+        return graphs_C4
+
+    def _ready(self, rows: int, least: int, most: int) -> np.ndarray:
+        """Those that are there, but for what another outdoes."""
+        ready = [] if self._graphs is None else self._graphs.ready(rows)
+        graphs = [(padded, tier, slots or most) for padded, tier, slots in ready]
+        held = [(padded, tier, min(tier - rows, most, slots), slots) for padded, tier, slots in graphs]
+        graphs_C4 = np.array(held, dtype=np.int64).reshape(-1, 4)
+        if not len(graphs_C4):
+            return graphs_C4
+        return graphs_C4[(graphs_C4[:, 2] >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
+
+    def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
+        """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""
+        slots_C = np.minimum(np.ceil(budgets_C * _SPARE), most).astype(np.int64)
+        if self._draft_tiers is None:
+            return slots_C
+        places_C = np.searchsorted(self._draft_tiers, slots_C)
+        return self._draft_tiers[np.minimum(places_C, len(self._draft_tiers) - 1)]
+
+
+def _outdone(costs_CN: np.ndarray) -> np.ndarray:
+    """Whether another is nowhere more and somewhere less, bool [C]: a fit that has seen neither is not asked."""
+    no_more_CC = np.all(costs_CN[None] <= costs_CN[:, None], axis=2)
+    less_CC = np.any(costs_CN[None] < costs_CN[:, None], axis=2)
+    return np.any(no_more_CC & less_CC, axis=1)
+
+
+def slots_for(budget: int, most: int) -> int:
+    """Drafts to make so that `budget` of them are verified."""
+    return min(math.ceil(budget * _SPARE), most)

@@ -7,18 +7,20 @@ Shapes: N rows that drafted, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.dspark.draft_step import DraftStep
+from engine.request import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """By row: drafts made, verified, kept at most and accepted, tokens emitted, and where its anchor stood. Survivals
-    are those that were predicted; chances are NaN where they are not known."""
+    are those that were predicted; chances are NaN where they are not known. Rows are those of `samples`, in so many
+    `steps`, the last of which was planned as number `step`."""
 
     made_N: np.ndarray
     verified_N: np.ndarray
@@ -29,26 +31,50 @@ class Outcomes:
     survival_NG: np.ndarray
     chances_NG: np.ndarray
     confidence_NG: np.ndarray | None
+    samples: list[Sample]
+    step: int
+    steps: int
 
     @staticmethod
-    def of(steps: Sequence[DraftStep]) -> Outcomes:
-        """Steps that were verified, as far as their rows drafted."""
-        parts: list[tuple[Iterable[int], ...]] = []
-        chances, confidences = [], []
-        for step in steps:
-            assert step.verdict is not None and step.proposal is not None and step.emitted is not None
-            assert step.chances_BG is not None
-            rows = len(step.survival_BG)
-            verified = [len(drafts) for drafts in step.drafts[:rows]]
-            accepted = step.verdict.num_accepted[:rows]
-            counts = verified, step.keep[:rows], accepted, step.emitted[:rows], step.anchors[:rows]
-            parts.append((step.proposal.lens, *counts))
-            chances.append(step.chances_BG)
-            if step.proposal.confidence_BG is not None:
-                confidences.append(step.proposal.confidence_BG.double().cpu().numpy())
+    def of(step: DraftStep) -> Outcomes:
+        """A step that was verified, as far as its rows drafted."""
+        assert step.verdict is not None and step.proposal is not None and step.emitted is not None
+        assert step.chances_BG is not None
+        rows, confidence_BG = len(step.survival_BG), step.proposal.confidence_BG
+        verified = [len(drafts) for drafts in step.drafts[:rows]]
+        counts = step.keep[:rows], step.verdict.num_accepted[:rows], step.emitted[:rows], step.anchors[:rows]
         return Outcomes(
-            *np.concatenate([np.array(part, dtype=np.int64) for part in parts], axis=1),
-            survival_NG=np.concatenate([step.survival_BG for step in steps]),
-            chances_NG=np.concatenate(chances),
-            confidence_NG=np.concatenate(confidences) if confidences else None,
+            *np.array((step.proposal.lens, verified, *counts), dtype=np.int64),
+            survival_NG=step.survival_BG,
+            chances_NG=step.chances_BG,
+            confidence_NG=None if confidence_BG is None else confidence_BG.double().cpu().numpy(),
+            samples=step.samples[:rows],
+            step=step.plan.step,
+            steps=1,
         )
+
+    @staticmethod
+    def joined(parts: Sequence[Outcomes]) -> Outcomes:
+        """Those of one drafter, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        confidences = [part.confidence_NG for part in parts if part.confidence_NG is not None]
+        return Outcomes(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
+            confidence_NG=np.concatenate(confidences) if confidences else None,
+            samples=[sample for part in parts for sample in part.samples],
+            step=parts[-1].step,
+            steps=sum(part.steps for part in parts),
+        )
+
+
+_COLUMNS = (
+    "made_N",
+    "verified_N",
+    "keep_N",
+    "accepted_N",
+    "emitted_N",
+    "anchors_N",
+    "survival_NG",
+    "chances_NG",
+)

@@ -57,8 +57,9 @@ class Record:
         self._ceiling = BlockEstimate()
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
-        self._waiting: list[DraftStep] = []
-        """Steps that are not in the sums yet."""
+        self._waiting: list[Outcomes] = []
+        """What became of drafts, as far as it is not in the sums yet, of `_steps` steps."""
+        self._steps = 0
         self._gone: list[Sample] = []
         """Requests that end with these."""
         self._batches = 0
@@ -90,19 +91,27 @@ class Record:
             allowed_B &= np.array([policy not in barred for policy in policies])
         return allowed_B
 
-    def observe(self, steps: Sequence[DraftStep], seconds: float | None) -> None:
-        """Steps whose tokens are with their samples, and what each took."""
+    def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
+        """Steps whose tokens are with their samples, and what each took. Whoever has what became of all their drafts
+        as one table gives it."""
         many = False
-        for step in steps:
-            if seconds is not None:
+        if seconds is not None:
+            for step in steps:
                 self._cost.observe(step.shape, seconds)
+        for step in steps:
             if step.verdict is None:
                 self._observe_plain(step, 0)
                 continue
             self._observe_drafts(step)
             many = many or len(step.survival_BG) > _MOST_REMEMBERED
+            if outcomes is None:
+                self._waiting.append(Outcomes.of(step))
+                self._steps += 1
+        if outcomes is not None:
+            self._waiting.append(outcomes)
+            self._steps += outcomes.steps
         may_wait = many and self._online is not None and self._config.mode == "compact"
-        if not may_wait or len(self._waiting) >= _BATCH:
+        if not may_wait or self._steps >= _BATCH:
             self._take_in()
         if self.on_round is not None:
             for step in steps:
@@ -118,7 +127,6 @@ class Record:
         if drafting:
             self._observe_ceilings(step, drafting)
         self._rounds += 1
-        self._waiting.append(step)
 
     def forget(self, key: int, sample: Sample) -> None:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
@@ -210,38 +218,39 @@ class Record:
 
     def _take_in(self) -> None:
         """Add to the sums what waits, then forget whose last outcomes those were."""
-        steps, self._waiting = self._waiting, []
-        samples = [sample for step in steps for sample in step.samples[: len(step.survival_BG)]]
-        if samples:
-            self._add(steps, samples)
+        waiting, self._waiting, self._steps = self._waiting, [], 0
+        parts = [part for part in waiting if part.samples]
+        if parts:
+            self._add(Outcomes.joined(parts), sum(part.steps for part in waiting))
         gone, self._gone = self._gone, []
         for sample in gone:
             self._estimate.forget_request(sample.order)
             if sample.group.unfinished == 0:
                 self._estimate.forget_group(sample.group.arrival)
 
-    def _add(self, steps: Sequence[DraftStep], samples: Sequence[Sample]) -> None:
-        outcomes = Outcomes.of(steps)
+    def _add(self, outcomes: Outcomes, steps: int) -> None:
+        samples, made_N, verified_N = outcomes.samples, outcomes.made_N, outcomes.verified_N
         kept_N = np.minimum(outcomes.accepted_N, outcomes.keep_N)
-        made_N, verified_N = outcomes.made_N, outcomes.verified_N
         emitted_N, keep_N = outcomes.emitted_N, outcomes.keep_N
         for stats, own in self._by_class(samples):
             stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
         labels_NG = labels_of(outcomes.chances_NG, verified_N)
         self.reliability.observe(outcomes.survival_NG, labels_NG)
-        for row in self._turns(len(samples), self._batches):
-            chances = outcomes.chances_NG[row, ~np.isnan(outcomes.chances_NG[row])].tolist()
+        turns = self._turns(len(samples), self._batches)
+        for row, chances_G in zip(turns, outcomes.chances_NG[turns].tolist(), strict=True):
+            # All but NaN.
+            chances = [chance for chance in chances_G if chance == chance]
             if chances:
                 group = samples[row].group
                 names = policy_of(group), kind_of(group)
                 self._estimate.observe(group.arrival, samples[row].order, chances, *names)
         self._batches += 1
-        self._watch(steps[-1].plan.step, samples, outcomes)
+        self._watch(outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:
             every_nth = slice(None, None, -(-len(labels_NG) // _MOST_FITTED))
             self._online.observe(outcomes.confidence_NG[every_nth], labels_NG[every_nth])
             every = self._config.recalibrate_every
-            if every and self._rounds // every > (self._rounds - len(steps)) // every:
+            if every and self._rounds // every > (self._rounds - steps) // every:
                 self._online.refit()
 
     def _observe_ceilings(self, step: DraftStep, rows: int) -> None:
@@ -301,9 +310,9 @@ class Record:
         first = number * _MOST_REMEMBERED % rows
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
-    def _watch(self, number: int, samples: Sequence[Sample], outcomes: Outcomes) -> None:
-        """Accepted drafts against those expected of verified ones, by step `number`: of all rows, by length and by
-        policy."""
+    def _watch(self, outcomes: Outcomes) -> None:
+        """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
+        number, samples = outcomes.step, outcomes.samples
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG, 0.0).sum(1)

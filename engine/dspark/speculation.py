@@ -29,6 +29,7 @@ from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.graph_choice import Graphs
+from engine.dspark.outcomes import Outcomes
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
@@ -316,16 +317,14 @@ class Speculation:
             self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=draft_tiers, graphs=graphs
         )
 
-    def learn(self, rounds: Sequence[DraftStep], seconds: float | None) -> None:
-        """Rounds of one plan that the device decided on by itself, each as `finish`: confidences of the last one
-        that had any are news too."""
+    def learn(self, rounds: Sequence[DraftStep], outcomes: Outcomes | None, seconds: float | None) -> None:
+        """Rounds of one plan that the device decided on by itself, each as `finish`, and what became of their drafts:
+        confidences of the last one that had any are news too."""
         for step in reversed(rounds):
             if step.proposal is not None and step.proposal.confidence_BG is not None:
                 self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
                 break
-        for step in rounds:
-            self._complete(step)
-        self.record.observe(rounds, seconds)
+        self.record.observe(rounds, seconds, outcomes)
         if not self.captured_layers:
             samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
             self._tell([sample for sample in samples if sample.sequence is not None])

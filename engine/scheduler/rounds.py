@@ -21,6 +21,7 @@ from engine.adapters import slot_of
 from engine.dspark.acceptance import Verdict
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
+from engine.dspark.outcomes import Outcomes
 from engine.dspark.speculation import Speculation
 from engine.dspark.survival import carried_on
 from engine.kernels.round_commit import HEAD, PARTS
@@ -179,16 +180,15 @@ class DeviceRounds:
         starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
         emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
         self._count(step.samples, record_RBF, took_RB, emitted_RB)
-        anchors_RB = starts_RB + np.array([sample.row.prompt_len for sample in step.samples]) - 1
-        told = []
-        for round_, record_BF in enumerate(record_RBF):
-            took = np.flatnonzero(took_RB[round_])
-            # Those that drafted come first.
-            members = took[np.argsort(windows_RB[round_, took] == 0, kind="stable")]
-            if len(members):
-                places = (starts_RB[round_, members], anchors_RB[round_, members], emitted_RB[round_, members])
-                told.append(self._step(planned, members.tolist(), record_BF[members], *places))
-        self._speculation.learn(told, seconds)
+        round_N, row_N = np.nonzero(took_RB)
+        if not len(round_N):
+            self._speculation.learn([], None, seconds)
+            return
+        # Those that drafted come first in their round.
+        order_N = np.lexsort((windows_RB[round_N, row_N] == 0, round_N))
+        took = round_N[order_N], row_N[order_N]
+        told = self._told(planned, *took, record_RBF[took], starts_RB[took], emitted_RB[took])
+        self._speculation.learn(*told, seconds)
 
     def _take(
         self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray
@@ -217,58 +217,90 @@ class DeviceRounds:
                 use.verified += verified
                 use.accepted += kept
 
-    def _step(
+    def _told(
         self,
         planned: Planned,
-        members: list[int],
-        record_MF: np.ndarray,
-        starts_M: np.ndarray,
-        anchors_M: np.ndarray,
-        emitted_M: np.ndarray,
-    ) -> DraftStep:
-        """What the device did in a round, told as the serial loop tells it. Member m had `starts_M[m]` new tokens
-        before it, and stood at `anchors_M[m]`."""
+        round_N: np.ndarray,
+        row_N: np.ndarray,
+        record_NF: np.ndarray,
+        starts_N: np.ndarray,
+        emitted_N: np.ndarray,
+    ) -> tuple[list[DraftStep], Outcomes]:
+        """What the device did in rounds, told as the serial loop tells it, and what became of all their drafts. Entry n
+        is a row in a round, with `starts_N[n]` new tokens before it."""
         foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
-        samples, keys = [foreseen.samples[b] for b in members], [foreseen.keys[b] for b in members]
-        window_M, verified_M, keep_M, accepted_M, _ = record_MF[:, :HEAD].T
-        ids_MG = record_MF[:, HEAD : HEAD + drafts].astype(np.int64)
-        values_MPG = record_MF[:, HEAD + drafts :].view(np.float32).reshape(len(members), PARTS - 1, drafts)
+        rows = row_N.tolist()
+        samples, keys = [foreseen.samples[b] for b in rows], [foreseen.keys[b] for b in rows]
+        prompts_B = np.array([sample.row.prompt_len for sample in foreseen.samples])
+        anchors_N = starts_N + prompts_B[row_N] - 1
+        window_N, verified_N, keep_N, accepted_N, _ = record_NF[:, :HEAD].T.astype(np.int64)
+        ids_NG = record_NF[:, HEAD : HEAD + drafts].astype(np.int64)
+        values_NPG = record_NF[:, HEAD + drafts :].view(np.float32).reshape(len(rows), PARTS - 1, drafts)
         if drafts < traits.max_drafts:
-            values_MPG = np.pad(values_MPG, ((0, 0), (0, 0), (0, traits.max_drafts - drafts)))
-        drafted = int((window_M > 0).sum())
-        by_row = self.follows_host or self._speculation.by_request
-        made = window_M.tolist() if by_row else [drafts] * drafted
-        confidence_MG = torch.from_numpy(values_MPG[:drafted, 0]) if traits.has_confidence else None
-        proposal = Proposal(torch.from_numpy(ids_MG[:drafted]), made[:drafted], None, confidence_MG)
-        if traits.has_probabilities:
-            proposal.log_q_BG = values_MPG[:drafted, 3, :drafts]
-        survival_BG = values_MPG[:drafted, 1].astype(np.float64)
+            values_NPG = np.pad(values_NPG, ((0, 0), (0, 0), (0, traits.max_drafts - drafts)))
+        # All of them, mostly.
+        drew_N = window_N > 0
+        drew = slice(None) if drew_N.all() else np.flatnonzero(drew_N)
+        values_DPG, window_D = values_NPG[drew], window_N[drew]
+        verified_D, accepted_D = verified_N[drew], accepted_N[drew]
+        confidence_DG = values_DPG[:, 0] if traits.has_confidence else None
+        survival_DG = values_DPG[:, 1].astype(np.float64)
         if self._speculation.by_request and traits.has_confidence:
-            survival_BG = carried_on(survival_BG, window_M[:drafted])
+            survival_DG = carried_on(survival_DG, window_D)
+        by_row = self.follows_host or self._speculation.by_request
+        outcomes = Outcomes(
+            made_N=window_D if by_row else np.full(len(window_D), drafts),
+            verified_N=verified_D,
+            keep_N=keep_N[drew],
+            accepted_N=accepted_D,
+            emitted_N=emitted_N[drew],
+            anchors_N=anchors_N[drew],
+            survival_NG=survival_DG,
+            chances_NG=_chances(values_DPG[:, 2], verified_D, accepted_D),
+            confidence_NG=None if confidence_DG is None else confidence_DG.astype(np.float64),
+            samples=samples if isinstance(drew, slice) else [samples[n] for n in drew.tolist()],
+            step=foreseen.plan.step,
+            steps=0,
+        )
         ran = planned.result
         assert ran is not None, "it ran"
-        shape = replace(
-            foreseen.shape,
-            rows=ran.padded,
-            tier=ran.verify,
-            context_queries=float(((anchors_M + 1 + emitted_M) * (1 + verified_M)).sum()),
-            share=ran.slots / (ran.padded * drafts) if ran.slots else 1.0,
-        )
-        return DraftStep(
-            samples=samples,
-            keys=keys,
-            known=starts_M.tolist(),
-            anchors=anchors_M.tolist(),
-            plan=foreseen.plan,
-            shape=shape,
-            emitted=emitted_M.tolist(),
-            drafts=[ids[:count] for ids, count in zip(ids_MG.tolist(), verified_M.tolist(), strict=True)],
-            keep=keep_M.tolist(),
-            proposal=proposal,
-            survival_BG=survival_BG,
-            verdict=Verdict(accepted_M.tolist(), _NOTHING, []),
-            chances_BG=_chances(values_MPG[:drafted, 2], verified_M[:drafted], accepted_M[:drafted]),
-        )
+        share = ran.slots / (ran.padded * drafts) if ran.slots else 1.0
+        queries = np.bincount(round_N, (anchors_N + 1 + emitted_N) * (1 + verified_N)).tolist()
+        counts, drawn = np.bincount(round_N).tolist(), np.bincount(round_N, drew_N).astype(np.int64).tolist()
+        starts, anchors, emitted, keep = starts_N.tolist(), anchors_N.tolist(), emitted_N.tolist(), keep_N.tolist()
+        accepted, made = accepted_N.tolist(), outcomes.made_N.tolist()
+        verified = [ids[:count] for ids, count in zip(ids_NG.tolist(), verified_N.tolist(), strict=True)]
+        steps, n, d = [], 0, 0
+        for count, drafted, context in zip(counts, drawn, queries, strict=True):
+            own, of_drafts = slice(n, n + count), slice(d, d + drafted)
+            n, d = own.stop, of_drafts.stop
+            if not count:
+                continue
+            confidence_MG = None if confidence_DG is None else torch.from_numpy(confidence_DG[of_drafts])
+            ids_MG = torch.from_numpy(ids_NG[own.start : own.start + drafted])
+            proposal = Proposal(ids_MG, made[of_drafts], None, confidence_MG)
+            if traits.has_probabilities:
+                proposal.log_q_BG = values_DPG[of_drafts, 3, :drafts]
+            steps.append(
+                DraftStep(
+                    samples=samples[own],
+                    keys=keys[own],
+                    known=starts[own],
+                    anchors=anchors[own],
+                    plan=foreseen.plan,
+                    shape=replace(
+                        foreseen.shape, rows=ran.padded, tier=ran.verify, context_queries=context, share=share
+                    ),
+                    emitted=emitted[own],
+                    drafts=verified[own],
+                    keep=keep[own],
+                    proposal=proposal,
+                    survival_BG=survival_DG[of_drafts],
+                    verdict=Verdict(accepted[own], _NOTHING, []),
+                    chances_BG=outcomes.chances_NG[of_drafts],
+                )
+            )
+        return steps, replace(outcomes, steps=len(steps))
 
 
 def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarray) -> np.ndarray:

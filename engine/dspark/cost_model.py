@@ -119,20 +119,20 @@ class CostModel:
         for shape, seconds in sweep:
             self._learn(self._features(shape), seconds, 0.0, bounded=False)
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Take in a measured step. One that is further off what was predicted than that was unsure moves the fit a
+    def observe(self, shape: StepShape, seconds: float, steps: int = 1) -> None:
+        """Take in a measured step, or the mean of `steps` that were measured as one. One that is further off what was predicted than that was unsure moves the fit a
         bounded way, unless those of its kind keep being so."""
         if not (np.isfinite(seconds) and seconds > 0.0):
             return
         features_D = self._features(shape)
         if self.observed:
             predicted = max(float(features_D @ self._coefficients_D) * self._unit, self._floor)
-            self.errors.steps += 1
-            self.errors.absolute += abs(predicted - seconds)
-            self.errors.relative += abs(predicted - seconds) / seconds
-            self.errors.predicted += predicted
-            self.errors.measured += seconds
-        self._learn(features_D, seconds, self._wander, bounded=True)
+            self.errors.steps += steps
+            self.errors.absolute += abs(predicted - seconds) * steps
+            self.errors.relative += abs(predicted - seconds) / seconds * steps
+            self.errors.predicted += predicted * steps
+            self.errors.measured += seconds * steps
+        self._learn(features_D, seconds, self._wander, bounded=True, steps=steps)
         if self.on_observed is not None:
             self.on_observed(self)
 
@@ -228,15 +228,17 @@ class CostModel:
         del self._streaks[kind]
         return False
 
-    def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool) -> None:
-        """One step of the filter on the relative error, 1 - prediction / seconds."""
+    def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool, steps: int = 1) -> None:
+        """One update of the filter on the relative error, 1 - prediction / seconds, which the mean of `steps` has less
+        noise of."""
         if not self.observed:
             self._unit = float(seconds)
         scaled_D = features_D * (self._unit / seconds)
         residual = 1.0 - float(scaled_D @ self._coefficients_D)
         covariance_DD = self._covariance_DD
         reach_D = covariance_DD @ scaled_D
-        spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
+        noise = _NOISE_VARIANCE / steps
+        spread = noise + float(scaled_D @ reach_D)
         told = abs(residual)
         if bounded:
             limit = 4.0 * max(self._residual_scale, math.sqrt(spread))
@@ -249,19 +251,20 @@ class CostModel:
                 touched = np.flatnonzero(features_D)
                 covariance_DD[touched, touched] += residual**2
                 reach_D = covariance_DD @ scaled_D
-                spread = _NOISE_VARIANCE + float(scaled_D @ reach_D)
+                spread = noise + float(scaled_D @ reach_D)
         self._coefficients_D = self._coefficients_D + reach_D * (residual / spread)
         root_D = reach_D / math.sqrt(spread)
         covariance_DD -= np.outer(root_D, root_D)
         variances_D = np.einsum("dd->d", covariance_DD)
-        variances_D += wander**2
+        variances_D += wander**2 * steps
         if variances_D.max() > _FIRST_VARIANCE or variances_D.min() < 0.0:
             # What no step touches would grow without bound; scaling both sides keeps the matrix a covariance.
             shrink_D = np.sqrt(np.minimum(1.0, _FIRST_VARIANCE / variances_D.clip(min=1e-30)))
             covariance_DD *= np.outer(shrink_D, shrink_D)
-        self._residual_scale = _SCALE_FADE * self._residual_scale + (1.0 - _SCALE_FADE) * told
+        fade = _SCALE_FADE**steps
+        self._residual_scale = fade * self._residual_scale + (1.0 - fade) * told
         self._shortest = min(self._shortest, float(seconds))
-        self.observed += 1
+        self.observed += steps
 
 
 def _kind(features_D: np.ndarray) -> bytes:

@@ -10,6 +10,7 @@ Shapes: B rows, G drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,12 +93,13 @@ class Record:
         return allowed_B
 
     def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
-        """Steps whose tokens are with their samples, and what each took. Whoever has what became of all their drafts
-        as one table gives it."""
+        """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
+        their drafts as one table gives it."""
         many = False
-        if seconds is not None:
-            for step in steps:
-                self._cost.observe(step.shape, seconds)
+        if seconds is not None and steps:
+            # They differ in the contexts that they read, which grew, and were measured as one.
+            context = sum(step.shape.context_queries for step in steps) / len(steps)
+            self._cost.observe(replace(steps[0].shape, context_queries=context), seconds, len(steps))
         for step in steps:
             if step.verdict is None:
                 self._observe_plain(step, 0)

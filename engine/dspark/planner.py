@@ -214,8 +214,8 @@ class Planner:
         if graphs is None:
             return None, None
         tiers_C, spent_C = graphs.tiers_C, graphs.budgets_C - 1
-        tokens_C = rows + np.cumsum(ranking.survival_M)[spent_C]
-        context_C = outlook.context_B.sum() + np.cumsum(outlook.context_B[ranking.row_M])[spent_C]
+        tokens_C = rows + ranking.survival_M.cumsum()[spent_C]
+        context_C = outlook.context_B.sum() + outlook.context_B[ranking.row_M].cumsum()[spent_C]
         seconds_C = self._cost.times(graphs.weights_CD, outlook.tokens_read, context_C)
         rates_C = tokens_C / seconds_C
 
@@ -239,9 +239,10 @@ class Planner:
         """The best, or the last step's tier where it is hardly worse."""
         best = int(rates_C.argmax())
         if self._last is not None and self._last[0]:
-            same_C = np.where(tiers_C == self._last[1], rates_C, 0.0)
-            if same_C.max() >= (1 - self._hysteresis) * rates_C[best]:
-                return int(same_C.argmax())
+            same_C = rates_C * (tiers_C == self._last[1])
+            same = int(same_C.argmax())
+            if same_C[same] >= (1 - self._hysteresis) * rates_C[best]:
+                return same
         return best
 
     def _affordable(self, plain: Choice, best: Choice, ready: Choice | None) -> Choice:

@@ -28,7 +28,7 @@ from engine.runner.graph_pool import GraphPool
 from engine.runner.round_inputs import RoundInputs
 from engine.runner.round_launches import RoundLaunches, RoundParts, RoundScratch
 from engine.runner.round_plan import RoundModes, RoundPlan, tiers_of_draft_tokens, tiers_of_rows, tiers_of_verify_rows
-from engine.runner.stepper import HostCopy, HostResult, to_host
+from engine.runner.stepper import HostCopy, HostResult
 from engine.scheduler.batching import shared_prefixes
 from engine.scheduler.rows import Rows
 from lora.kernel_step import Variant
@@ -52,8 +52,8 @@ class RoundResult:
     """A burst's results on their way to the host: those of a burst of steps, and each round's records. `verify` rows
     and `slots` of blocks, 0 where those are whole, are what the graph computed, over `padded` rows."""
 
-    def __init__(self, rows: HostCopy, records: list[torch.Tensor], padded: int, verify: int, slots: int) -> None:
-        self._rows, self._records = rows, records
+    def __init__(self, rows: HostCopy, record_RBF: torch.Tensor, padded: int, verify: int, slots: int) -> None:
+        self._rows, self._records = rows, record_RBF
         self.padded, self.verify, self.slots = padded, verify, slots
         self.edges: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """The device's time before the first round and behind the last one."""
@@ -61,7 +61,7 @@ class RoundResult:
     def wait(self) -> tuple[HostResult, list[np.ndarray]]:
         """Tokens, and int32 [B, F] of every round."""
         result = self._rows.wait()
-        return result, [record.numpy() for record in self._records]
+        return result, list(self._records.numpy())
 
     def seconds_behind(self, before: RoundResult | None) -> tuple[float, float] | None:
         """How long the device had nothing to do between the rounds `before` and these (nothing if there were none),
@@ -171,16 +171,17 @@ class RoundStepper:
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
         captured.launches.share(plan.prefixes, verify / plan.rows)
-        records, record_BF = [], captured.launches.record_BF[:rows]
-        for _ in range(plan.rounds):
+        record_BF = captured.launches.record_BF[:rows]
+        record_RBF = torch.empty((plan.rounds, *record_BF.shape), dtype=torch.int32, pin_memory=record_BF.is_cuda)
+        for taken_BF in record_RBF:
             captured.replay()
             # A copy to the host is in order: the next round overwrites this one's record behind it.
-            records.append(to_host(record_BF) if record_BF.is_cuda else record_BF.clone())
+            taken_BF.copy_(record_BF, non_blocking=True)
         stacked = adapters is not None and adapters.stack is not None
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
-        result, ended = RoundResult(copy, records, tier, verify, slots), mark(self._table.device)
+        result, ended = RoundResult(copy, record_RBF, tier, verify, slots), mark(self._table.device)
         if began is not None and ended is not None:
             result.edges = began, ended
         return result

@@ -157,8 +157,10 @@ class OverlappedLoop:
             return None
         planned = self._plan(rows)
         if planned is not None and self._rounds is not None:
-            rows = planned.rows
-            ahead_B = ahead * _in_flight(previous, rows)
+            if planned.rows is not rows:
+                rows = planned.rows
+                flying_B = _in_flight(previous, rows)
+            ahead_B = ahead * flying_B
             steps = self._rounds.rounds(planned, most)
             reserved = scheduler.reserve_ahead(rows, ahead_B + 1)
             if reserved:

@@ -67,7 +67,7 @@ def test_a_new_group_starts_from_its_kind_within_its_policy():
     for number in range(2_000):
         estimate.observe("g", "g", [1.0], "near", kind=number)
     assert float(estimate.survival("new", "new", "near", "prose")[0]) > 0.4, "of so many only the last are kept"
-    assert len(estimate._sums) < 1_200
+    assert len(estimate._wide) < 1_200
 
 
 def test_fading_follows_a_change():

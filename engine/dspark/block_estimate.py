@@ -14,7 +14,7 @@ that is met counts as one and one that differs as none: there the step closes ex
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from dataclasses import dataclass
 
 
@@ -88,6 +88,11 @@ class BlockEstimate:
     def waits(self) -> bool:
         """Whether any trimmed step waits for its next tokens."""
         return bool(self._open)
+
+    @property
+    def requests(self) -> KeysView[Hashable]:
+        """Those whose trimmed steps wait."""
+        return self._open.keys()
 
     def is_open(self, request: Hashable) -> bool:
         """Whether a trimmed step of the request waits for its next tokens."""

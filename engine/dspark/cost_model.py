@@ -120,8 +120,8 @@ class CostModel:
             self._learn(self._features(shape), seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float, steps: int = 1) -> None:
-        """Take in a measured step, or the mean of `steps` that were measured as one. One that is further off what was predicted than that was unsure moves the fit a
-        bounded way, unless those of its kind keep being so."""
+        """Take in a measured step, or the mean of `steps` that were measured as one. One that is further off what was
+        predicted than that was unsure moves the fit a bounded way, unless those of its kind keep being so."""
         if not (np.isfinite(seconds) and seconds > 0.0):
             return
         features_D = self._features(shape)

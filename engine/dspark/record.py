@@ -212,11 +212,10 @@ class Record:
         """Show tokens of these rows to trimmed steps that wait for them."""
         if not self._ceiling.waits:
             return
-        for row in rows:
-            key = step.keys[row]
-            if self._ceiling.is_open(key):
-                for token, logprob in zip(*step.emitted_by(row), strict=True):
-                    self._ceiling.plain(key, token, logprob)
+        keys, waiting = step.keys, self._ceiling.requests
+        for row in [row for row in rows if keys[row] in waiting]:
+            for token, logprob in zip(*step.emitted_by(row), strict=True):
+                self._ceiling.plain(keys[row], token, logprob)
 
     def _take_in(self) -> None:
         """Add to the sums what waits, then forget whose last outcomes those were."""
@@ -267,7 +266,7 @@ class Record:
         turns: list[int] = []
         if rows <= _MOST_REMEMBERED or self._rounds % _BATCH == 0:
             turns = self._turns(rows, self._rounds // _BATCH)
-        if len(turns) < rows:
+        if len(turns) < rows and self._ceiling.waits:
             self._meet(step, sorted(set(range(rows)).difference(turns)))
         steps, total = 0, 0
         for row in turns:

@@ -54,8 +54,8 @@ class DraftStats:
         what was verified."""
         values_4N = np.array((accepted, verified, drafted, emitted), dtype=np.int64)
         accepted_N, verified_N, _, emitted_N = values_4N
-        ordered_3N = np.diff(values_4N[:3], axis=0, prepend=0)
-        assert values_4N.min() >= 0 <= ordered_3N.min(), "accepted at most verified, verified at most drafted"
+        ordered = values_4N.min() >= 0 and (values_4N[:2] <= values_4N[1:3]).all()
+        assert ordered, "accepted at most verified, verified at most drafted"
         assert values_4N[2].max() <= self.max_drafts and (emitted_N <= accepted_N + 1).all()
         kept_N = np.minimum(accepted_N, emitted_N)
         _, num_verified, num_drafted, num_emitted = values_4N.sum(1).tolist()

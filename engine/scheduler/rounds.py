@@ -206,7 +206,7 @@ class DeviceRounds:
     ) -> None:
         """What samples took in, and what became of their drafts."""
         self._counters.decode_rows += int(emitted_RB[took_RB].sum())
-        _, verified_RB, keep_RB, accepted_RB, _ = np.moveaxis(record_RBF[:, :, :HEAD], 2, 0)
+        _, verified_RB, keep_RB, accepted_RB, _ = record_RBF[:, :, :HEAD].transpose(2, 0, 1)
         verified_RB = np.where(took_RB, verified_RB, 0)
         kept_RB = np.where(took_RB, np.minimum(np.minimum(accepted_RB, keep_RB), emitted_RB), 0)
         sums = (part_RB.sum(0).tolist() for part_RB in (verified_RB > 0, verified_RB, kept_RB))

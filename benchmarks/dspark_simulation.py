@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.report import Row, at_least
 from engine.dspark.cost_model import CostModel, StepShape, sweep_shapes
+from engine.dspark.persistence import Foresight
 from engine.dspark.planner import Outlook, Planner, drafted, spend
-from engine.dspark.survival import AcceptanceEstimate, LaggedSurvivals, carried_on
+from engine.dspark.survival import AcceptanceEstimate, carried_on
 
 CLASSES = {"math": 0.95, "chat": 0.85, "poetry": 0.60}
 """Conditional acceptance of each draft."""
@@ -178,7 +179,7 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
     shapes = sweep_shapes([knot for knot in knots if knot <= rows], tiers, DRAFTS, (64, 1024))
     shapes += [replace(shape, share=d / DRAFTS) for shape in shapes if shape.drafting for d in (1, 2, 4) if ragged]
     cost.seed([(shape, measured(shape)) for shape in shapes])
-    planner, lagged = Planner(cost, tiers, ragged=ragged), LaggedSurvivals()
+    planner, foresight = Planner(cost, tiers, ragged=ragged), Foresight()
     estimate = AcceptanceEstimate(DRAFTS)
     names = list(CLASSES)
     for step in range(steps):
@@ -186,9 +187,8 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         keys, kinds_B = traffic.keys_B.tolist(), traffic.kinds_B.copy()
         most_B = np.minimum(DRAFTS, NEW - traffic.emitted_B - 1)
         began = time.thread_time()
-        prior_BG = np.empty((rows, DRAFTS))
-        for b in lagged.known(step, keys, prior_BG):
-            prior_BG[b] = estimate.survival(keys[b], 0)
+        prior_BG = estimate.survivals(keys, [0] * rows, [(None, None)] * rows)
+        prior_BG = foresight.survivals(step, keys, [""] * rows, prior_BG)
         outlook = Outlook(prior_BG, np.zeros(rows, int), most_B, context_B, float(context_B.sum()))
         choice = planner.choose(outlook)
         planning = time.thread_time() - began
@@ -202,9 +202,9 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
             if ragged:
                 # Nobody was told of drafts that were not made.
                 some = np.flatnonzero(made_B)
-                lagged.note(step, [keys[b] for b in some], carried_on(fresh_BG[some], made_B[some]))
+                foresight.note(step, [keys[b] for b in some], carried_on(fresh_BG[some], made_B[some]))
             else:
-                lagged.note(step, keys, fresh_BG)
+                foresight.note(step, keys, fresh_BG)
         tokens_B = traffic.advance(lens_B)
         tier = times.tier(rows + int(lens_B.sum()))
         shape = StepShape(

@@ -74,10 +74,12 @@ class Record:
 
     def priors(self, samples: Sequence[Sample]) -> np.ndarray:
         """float64 [B, G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
-        groups = [sample.group for sample in samples]
-        names = [(policy_of(group), kind_of(group)) for group in groups]
-        orders = [sample.order for sample in samples]
-        return self._estimate.survivals([group.arrival for group in groups], orders, names)
+        arrivals, orders = [sample.group.arrival for sample in samples], [sample.order for sample in samples]
+        return self._estimate.survivals(arrivals, orders, self.kinds(samples))
+
+    def kinds(self, samples: Sequence[Sample]) -> list[tuple[str, tuple[str, float]]]:
+        """Policy and kind of each."""
+        return [(policy_of(sample.group), kind_of(sample.group)) for sample in samples]
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
         """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""

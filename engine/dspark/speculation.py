@@ -30,12 +30,12 @@ from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
 from engine.dspark.graph_choice import Graphs
 from engine.dspark.outcomes import Outcomes
+from engine.dspark.persistence import Foresight
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import RoundNoise, noise_id
 from engine.dspark.scaling import SurvivalScaling, as_table, stored_scaling
-from engine.dspark.survival import LaggedSurvivals
 from engine.memory.transfer import send
 from engine.request import Sample
 from engine.sampling.sampler import Sampler
@@ -73,7 +73,7 @@ class Speculation:
         self._planner = Planner(cost, None, probe_every=config.probe_every)
         self.by_request = False
         """Whether rounds draft blocks of different lengths, as many drafts of each row as the plan says."""
-        self._lagged = LaggedSurvivals()
+        self._foresight = Foresight()
         self._step = 0
         self._columns = RowColumns(pages.table.num_slots)
         self._keys_S = np.zeros(pages.table.num_slots, dtype=np.int64)
@@ -160,9 +160,8 @@ class Speculation:
 
     def _chances(self, rows: Rows) -> np.ndarray:
         """What is known of each row's survivals before it drafts, float64 [B, G]."""
-        survival_BG = np.empty((len(rows), self.drafter.traits.max_drafts))
-        if missing := self._lagged.known(self._step, rows.keys_B.tolist(), survival_BG):
-            survival_BG[missing] = self.record.priors([rows.samples[b] for b in missing])
+        kinds, prior_BG = self.record.kinds(rows.samples), self.record.priors(rows.samples)
+        survival_BG = self._foresight.survivals(self._step, rows.keys_B.tolist(), kinds, prior_BG)
         return survival_BG[:, : self.max_drafts]
 
     def _plan(self, rows: Rows, most_B: np.ndarray) -> tuple[DraftStep, Rows, np.ndarray]:
@@ -205,7 +204,7 @@ class Speculation:
             step.survival_BG = self.record.priors(samples)
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
-            self._lagged.note(self._step, [sample.held.key for sample in samples], step.survival_BG)
+            self._foresight.note(self._step, [sample.held.key for sample in samples], step.survival_BG)
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
         least_B = np.minimum(least_B, most)
         lens = spend(survival_BG, torch.from_numpy(least_B), torch.tensor(most), step.plan.budget).tolist()
@@ -322,7 +321,7 @@ class Speculation:
         confidences of the last one that had any are news too."""
         for step in reversed(rounds):
             if step.proposal is not None and step.proposal.confidence_BG is not None:
-                self._lagged.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
+                self._foresight.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
                 break
         self.record.observe(rounds, seconds, outcomes)
         if not self.captured_layers:
@@ -396,5 +395,5 @@ class Speculation:
         """The drafter has other weights, whole ones. States of cached tokens stay those of the old ones:
         that costs acceptance where they are met, and nothing else."""
         self.faulty = None
-        self._lagged = LaggedSurvivals()
+        self._foresight = Foresight()
         self.record.new_drafter()

@@ -35,8 +35,8 @@ class DraftWatcher(Protocol):
         ...
 
     def on_sample(self, sample: Sample, states_TMD: torch.Tensor) -> None:
-        """It does. The device may be busy: whoever waits for it here, decoding waits for. `states_TMD` are the watcher's own: of all its tokens but the last, whose state
-        nobody needed; M as `StateStore.layers`."""
+        """It does. The device may be busy: whoever waits for it here, decoding waits for. `states_TMD` are the
+        watcher's own: of all its tokens but the last, whose state nobody needed; M as `StateStore.layers`."""
         ...
 
 

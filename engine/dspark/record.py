@@ -72,10 +72,10 @@ class Record:
         self.on_round: Callable[[DraftStep], None] | None = None
         """Told of every step that verified drafts."""
 
-    def priors(self, samples: Sequence[Sample]) -> np.ndarray:
+    def priors(self, samples: Sequence[Sample], kinds: Sequence[tuple[str, tuple[str, float]]]) -> np.ndarray:
         """float64 [B, G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
         arrivals, orders = [sample.group.arrival for sample in samples], [sample.order for sample in samples]
-        return self._estimate.survivals(arrivals, orders, self.kinds(samples))
+        return self._estimate.survivals(arrivals, orders, kinds)
 
     def kinds(self, samples: Sequence[Sample]) -> list[tuple[str, tuple[str, float]]]:
         """Policy and kind of each."""

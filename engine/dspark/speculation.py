@@ -160,7 +160,8 @@ class Speculation:
 
     def _chances(self, rows: Rows) -> np.ndarray:
         """What is known of each row's survivals before it drafts, float64 [B, G]."""
-        kinds, prior_BG = self.record.kinds(rows.samples), self.record.priors(rows.samples)
+        kinds = self.record.kinds(rows.samples)
+        prior_BG = self.record.priors(rows.samples, kinds)
         survival_BG = self._foresight.survivals(self._step, rows.keys_B.tolist(), kinds, prior_BG)
         return survival_BG[:, : self.max_drafts]
 
@@ -201,7 +202,7 @@ class Speculation:
         least_B = self.least(rows, most_B)[:members]
         most = np.minimum(most_B[:members], proposal.lens).tolist()
         if proposal.confidence_BG is None:
-            step.survival_BG = self.record.priors(samples)
+            step.survival_BG = self.record.priors(samples, self.record.kinds(samples))
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
             self._foresight.note(self._step, [sample.held.key for sample in samples], step.survival_BG)

@@ -121,7 +121,8 @@ class DeviceRounds:
         tables_BP = table.pages_SP[:, : int(held_B.max())][slots_B]
         prior_BG = np.zeros((len(rows), self.window - 1))
         if not self._speculation.drafter.traits.has_confidence:
-            prior_BG = self._speculation.record.priors(step.samples)
+            record = self._speculation.record
+            prior_BG = record.priors(step.samples, record.kinds(step.samples))
         drafts_BG = None
         if planned.proposal is not None:
             drafts_BG = np.zeros((len(rows), self.window - 1), dtype=np.int64)

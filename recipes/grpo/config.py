@@ -128,7 +128,8 @@ class GrpoConfig:
     reward, a control that must not learn. `overlong_buffer` tokens before the limit answers begin
     to lose reward (DAPO; 0 switches it off). With `adapter` a LoRA policy is trained and published
     instead of the whole model; `online` trains a drafter beside the policy. Every `evaluate_every` steps
-    the held-out questions are asked (0: before and after the run only)."""
+    the held-out questions are asked (0: before and after the run only). With `agreement` the engine's and the
+    trainer's log-probabilities are held against those of the same weights in 32 bits, at the first and last step."""
 
     output: Path = Path("outputs/grpo")
     seed: int = 0
@@ -138,6 +139,7 @@ class GrpoConfig:
     max_steps: int | None = None
     checkpoint_every: int = 10
     evaluate_every: int = 0
+    agreement: bool = True
     shuffle_rewards: bool = False
     filter_zero_variance: bool = True
     overlong_buffer: int = 0

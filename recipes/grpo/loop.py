@@ -160,7 +160,7 @@ class GrpoRun:
         released = served.release()
         trainer.restore()
         clock.lap("timing_s/to_trainer")
-        if not self.history or state.train_step == last - 1:
+        if config.agreement and (not self.history or state.train_step == last - 1):
             self.agreement[state.train_step] = measure_agreement(trainer, rollout.samples[:AGREEMENT_SAMPLES])
             clock.lap("timing_s/agreement")
         if config.shuffle_rewards:

@@ -9,10 +9,12 @@ Shapes: N pages, S tokens a page, K key/value heads, H head size.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.errors import Paused
 from engine.memory.slab import SlabTensors
+from engine.memory.transfer import send_together
 from engine.models.spec import ModelSpec
 from engine.parallel import SINGLE, TensorParallel
 
@@ -106,8 +108,7 @@ class KVPool:
         assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
         if not sources:
             return
-        source = torch.tensor(sources, device=self.device)
-        target = torch.tensor(targets, device=self.device)
+        source, target = send_together([np.array(sources), np.array(targets)], self.device)
         for paged in self.pages(windowed):
             paged.index_copy_(0, target, paged.index_select(0, source))
 

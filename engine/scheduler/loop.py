@@ -98,6 +98,7 @@ class SerialLoop:
         alone = not (chunks or started)
         for prefill in done:
             started += self._complete(prefill)
+        scheduler.pages.copy_forked()
         if draft is not None and draft.verdict is not None:
             self._commit_rounds(draft)
             self._sample([], started, None, hold=False)

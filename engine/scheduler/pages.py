@@ -68,6 +68,8 @@ class PageManager:
         if states is not None:
             table.states_S = np.zeros(table.num_slots, dtype=np.int32)
         self._keys = 0
+        self._copies: tuple[list[int], list[int]] = [], []
+        """Pages that forks wait for, and where they will lie."""
 
     @property
     def hit_grid(self) -> int:
@@ -193,7 +195,8 @@ class PageManager:
             self.states.fold({int(self.table.states_S[s.slot]): s.computed for s in sequences})
 
     def fork(self, parent: Sequence, num_tokens: int, spare: int) -> Sequence | None:
-        """A sequence that shares the parent's tree pages and owns a copy of the page after them.
+        """A sequence that shares the parent's tree pages and owns a copy of the page after them, once `copy_forked`
+        has been called: before anything else is launched, and before pages are given back.
 
         The parent must have been published, so that less than one page is left to copy.
         """
@@ -223,11 +226,17 @@ class PageManager:
         self.table.append(slot, pages)
         own = self.pages_for(parent.computed) - whole
         if own > 0:
-            sources, targets = self.table.pages(parent.slot, whole, whole + own).tolist(), pages[:own].tolist()
-            self.pool.copy_pages(sources, targets)
-            if self.draft_pool is not None:
-                self.draft_pool.copy_pages(sources, targets)
+            sources, targets = self._copies
+            sources += self.table.pages(parent.slot, whole, whole + own).tolist()
+            targets += pages[:own].tolist()
         return Sequence(slot, receipt, parent.computed, self._next_key(), parent.publishable)
+
+    def copy_forked(self) -> None:
+        """Copy what forks own, of all of them together: each layer is a launch."""
+        (sources, targets), self._copies = self._copies, ([], [])
+        self.pool.copy_pages(sources, targets)
+        if self.draft_pool is not None:
+            self.draft_pool.copy_pages(sources, targets)
 
     def close(self, sequence: Sequence, tokens: np.ndarray | None, cold: bool = False) -> None:
         """Give everything back. With `tokens`, what was computed is published first."""

@@ -56,10 +56,11 @@ class Scheduler(Queues):
         started = []
         for prefill in [p for p in self.prefills if p.done]:
             started += self.start_samples(prefill)
+        self.pages.copy_forked()
         return started
 
     def start_samples(self, prefill: Prefill) -> list[tuple[Sample, Prefill]]:
-        """Fork the finished prefill for its samples; the last one takes its pages over."""
+        """Fork the finished prefill for its samples; the last one takes its pages over. `pages.copy_forked` follows."""
         started: list[tuple[Sample, Prefill]] = []
         while prefill.samples and len(self.running) < self.max_running:
             sample = prefill.samples[0]

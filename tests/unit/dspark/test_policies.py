@@ -66,7 +66,7 @@ def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for
     scripted = speculation.drafter
     texts = scripted.texts
     scripted._right = lambda slot, number: 0 if texts[slot][0] >= STARTS["LB"] else 4
-    speculation.record.priors = lambda samples: np.ones((len(samples), 4))
+    speculation.record.priors = lambda samples, kinds: np.ones((len(samples), 4))
     asked = [ask_with(name, str(name), prompt(6, start), max_new=40) for name, start in STARTS.items()]
     groups = engine.generate(asked)
     record, step = speculation.record, speculation._step

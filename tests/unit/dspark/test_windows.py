@@ -92,7 +92,7 @@ def test_drafting_stops_at_long_contexts_alone(t_full):
     drafter = Scripted(oracle, lambda slot, number: 4 if number < 6 else 0)
     engine = scripted_engine(t_full, drafter, dspark=dict(mode="compact", least=4))
     speculation = timeless(engine)
-    speculation.record.priors = lambda samples: np.ones((len(samples), 4))
+    speculation.record.priors = lambda samples, kinds: np.ones((len(samples), 4))
     engine.generate([ask("long", prompt(40), max_new=90)])
     assert not speculation.record.switch.allows_length(speculation._step, 100)
     assert speculation.record.switch.allows_length(speculation._step, 10)

@@ -233,13 +233,14 @@ def smollm2_lines() -> GrpoConfig:
     """Six of those at a time, one a line, in answers of some fifty tokens: rollouts whose time is decoding, what
     speculation is for. A quarter of them are kept to train a drafter from."""
     base = smollm2()
+    engine = replace(base.rollout.engine, scheduler=SchedulerConfig(max_running=256, prefill_tokens=8192))
     return replace(
         base,
         output=Path("outputs/smollm2_lines"),
         steps=20,
         checkpoint_every=20,
         task=DigitPairsConfig(prompt="Work these out, one on each line: {all}", chain=6),
-        rollout=replace(base.rollout, groups=16, group_size=16, evaluations=2, max_new=64),
+        rollout=replace(base.rollout, groups=16, group_size=16, evaluations=2, max_new=64, engine=engine),
         optim=replace(base.optim, warmup_steps=3),
         online=OnlineDrafterConfig(training=OnlineConfig(keep_every=4)),
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.dspark.persistence import Persistence
+from engine.dspark.persistence import Foresight, Persistence
 
 
 def test_a_share_settles_on_the_slope_by_kind():
@@ -36,3 +36,27 @@ def test_kinds_that_nobody_asks_for_any_more_make_room():
     for kind in range(1500):
         persistence.observe([kind], np.array([0.5]), np.array([0.5]))
     assert len(persistence._moments) == 1024 and 1499 in persistence._moments
+
+
+def _once(foresight, step, keys, prior_BG, sure_BG):
+    """A step that is planned, and what its drafter says then."""
+    said_BG = foresight.survivals(step, keys, ["k"] * len(keys), prior_BG)
+    foresight.note(step, keys, sure_BG)
+    return said_BG
+
+
+def test_old_confidences_are_drawn_towards_priors_as_far_as_they_did_not_hold():
+    rng, keys = np.random.default_rng(2), list(range(16))
+    prior_BG = np.tile([0.5, 0.3], (16, 1))
+    for holds in (True, False):
+        foresight, kept_B = Foresight(), rng.uniform(0.1, 0.9, 16)
+        assert (foresight.survivals(0, keys, ["k"] * 16, prior_BG) == prior_BG).all(), "nothing is known"
+        for step in range(1, 60):
+            now_B = kept_B if holds else rng.uniform(0.1, 0.9, 16)
+            _once(foresight, step, keys, prior_BG, np.stack((now_B, now_B / 2), axis=1))
+        foresight.note(60, keys[:8], np.tile([0.9, 0.4], (8, 1)))
+        said_BG = foresight.survivals(62, [*keys[:8], "new"], ["k"] * 9, prior_BG[:9])
+        assert (said_BG[:8, 0] > 0.85).all() if holds else (abs(said_BG[:8, 0] - 0.5) < 0.1).all()
+        assert (said_BG[8] == prior_BG[8]).all() and (np.diff(said_BG, axis=1) <= 0).all()
+    foresight.note(63, ["a"], np.array([[np.nan, np.nan]]))
+    assert np.isfinite(foresight._persistence.shares(["k"])).all()

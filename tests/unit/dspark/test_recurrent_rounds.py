@@ -62,7 +62,8 @@ def test_states_and_rings_are_given_back_with_the_keys(folder, drafter):
     kv = sum(each.bytes for each in (pages.pool, pages.draft_pool))
     layout = pool.layout
     assert held["kv"] == kv + pool.num_slots * layout.slot_bytes + rings.layout.num_bytes
-    requests = [ask("g", prompt(21), n=2, max_new=16, temperature=1.0, seed=3)]
+    beyond = prompt(pool.grid + 17)  # one that ends before the grid leaves no state to resume from
+    requests = [ask("g", beyond, n=2, max_new=16, temperature=1.0, seed=3)]
     before = engine.generate(requests)
     for _ in range(2):
         assert engine.generate(requests)[0].hit.usable > 0

@@ -9,8 +9,11 @@ The functions are piecewise linear between knots: the number of requests, and th
 staircase of tiers is met exactly. Steps without drafts have coefficients of their own: what rounds cost beside the
 device's work says nothing of them. Tokens read are distinct ones, as a prefix shared by a group is read once. The
 fit is recursive least squares on relative error, from a start-up sweep on, over coefficients that may wander (a
-Kalman filter), so that old steps fade where new ones speak, and nowhere else. It never sees which tokens were
-drafted, so that planning on it leaks nothing.
+Kalman filter), so that old steps fade where new ones speak, and nowhere else. No such sum is all of a device: where
+it is off by the same share again and again, those steps and the ones like them are corrected
+(`engine.dspark.nearby_steps`), and a step tells the fit less the more of its kind have told it, or hours of one size
+would bend it until it were exact there and absurd elsewhere. It never sees which tokens were drafted, so that
+planning on it leaks nothing.
 
 Shapes: D coefficients, C candidates.
 """
@@ -27,6 +30,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from engine.dspark.nearby_steps import MeasuredKind, NearbySteps, point, points
 from engine.errors import InvalidRequest
 
 _KV_UNIT = 65_536.0
@@ -35,11 +39,9 @@ _FIRST_VARIANCE = 100.0
 """Of a coefficient, in units of the first step's time; also the most that is ever left unknown."""
 _OCTAVES = 3.0
 """Distance of knots over which their heights are alike."""
-_NOISE_VARIANCE = 0.02**2
-"""Of a step's time around its own mean, relative."""
+_NOISE_VARIANCE = 0.05**2
+"""Of the mean time of a kind of steps around what the sum makes of it, relative."""
 _SCALE_FADE = 0.98
-_STREAK = 3
-"""Steps of a kind, one after another and all off the same way, that are no hiccup: what was known of it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class StepShape:
     tokens_read: float = 0.0
     context_queries: float = 0.0
     share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Of steps with drafts: how much of each coefficient they take, float64 [C, D - 4], all but what they read; where
+    they lie among steps that were measured, float64 [C, 4]."""
+
+    terms_CD: np.ndarray
+    points_C4: np.ndarray
 
 
 class CostKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +96,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     unit: float
     observed: int
     shortest: float
+    kinds: list[MeasuredKind]
 
 
 class CostModel:
@@ -104,9 +116,8 @@ class CostModel:
             block = slice(start, start + len(knots))
             self._covariance_DD[block, block] = _FIRST_VARIANCE * _likeness(knots)
             start += len(knots)
+        self._nearby = NearbySteps(size)
         self._residual_scale = 0.05
-        self._streaks: dict[bytes, int] = {}
-        """Kind of step -> surprises one after another, with their sign."""
         self._unit = 1.0
         self._shortest = math.inf
         self.observed = 0
@@ -117,22 +128,21 @@ class CostModel:
     def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
         """Fit the start-up sweep, as one and without counting errors."""
         for shape, seconds in sweep:
-            self._learn(self._features(shape), seconds, 0.0, bounded=False)
+            self._learn(shape, self._features(shape), seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float, steps: int = 1) -> None:
         """Take in a measured step, or the mean of `steps` that were measured as one. One that is further off what was
-        predicted than that was unsure moves the fit a bounded way, unless those of its kind keep being so."""
+        predicted than that was unsure moves the fit a bounded way."""
         if not (np.isfinite(seconds) and seconds > 0.0):
             return
-        features_D = self._features(shape)
         if self.observed:
-            predicted = max(float(features_D @ self._coefficients_D) * self._unit, self._floor)
+            (predicted,) = self.predict([shape]).tolist()
             self.errors.steps += steps
             self.errors.absolute += abs(predicted - seconds) * steps
             self.errors.relative += abs(predicted - seconds) / seconds * steps
             self.errors.predicted += predicted * steps
             self.errors.measured += seconds * steps
-        self._learn(features_D, seconds, self._wander, bounded=True, steps=steps)
+        self._learn(shape, self._features(shape), seconds, self._wander, bounded=True, steps=steps)
         if self.on_observed is not None:
             self.on_observed(self)
 
@@ -141,24 +151,28 @@ class CostModel:
         # Few coefficients are met: quicker one by one than as arrays.
         known_D = self._coefficients_D
         sums = [sum(float(known_D[place]) * weight for place, weight in self._terms(shape)) for shape in shapes]
-        return np.array([max(seconds * self._unit, self._floor) for seconds in sums])
+        fitted_C = np.array([max(seconds * self._unit, self._floor) for seconds in sums])
+        return fitted_C * self._corrections(np.array([_point(shape) for shape in shapes]))
 
-    def weights(self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray) -> np.ndarray:
-        """What the times of steps with drafts are made of, float64 [C, D - 4]: all but what they read. It stays as it
-        is, whatever the fit learns."""
+    def weights(self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray) -> StepWeights:
+        """What the times of steps with drafts are made of. It stays as it is, whatever the fit learns."""
         count = len(self._row_knots)
         weights_CD = np.zeros((len(rows_C), len(self._coefficients_D) - 4))
         weights_CD[:, count : 2 * count] = _spread(self._rows_K, rows_C)
         weights_CD[:, 2 * count : 3 * count] = _spread(self._rows_K, rows_C * shares_C)
         weights_CD[:, 3 * count :] = _spread(self._tiers_K, tiers_C)[:, 1:]
-        return weights_CD
+        return StepWeights(weights_CD, points(rows_C, tiers_C, rows_C * shares_C))
 
-    def times(self, weights_CD: np.ndarray, tokens_read: float, context_queries_C: np.ndarray) -> np.ndarray:
+    def times(self, weights: StepWeights, tokens_read: float, context_queries_C: np.ndarray) -> np.ndarray:
         """Seconds float64 [C], as `predict`, of steps of one batch that differ in what they draft and verify, and in
         rows where some pad them."""
         per_read, per_query = (self._coefficients_D[-2:] / _KV_UNIT).tolist()
-        seconds_C = weights_CD @ self._coefficients_D[:-4] + per_read * tokens_read + per_query * context_queries_C
-        return np.maximum(seconds_C * self._unit, self._floor)
+        drafted_C = weights.terms_CD @ self._coefficients_D[:-4]
+        seconds_C = drafted_C + per_read * tokens_read + per_query * context_queries_C
+        return np.maximum(seconds_C * self._unit, self._floor) * self._corrections(weights.points_C4)
+
+    def _corrections(self, points_C4: np.ndarray) -> np.ndarray:
+        return self._nearby.corrections(points_C4, self._coefficients_D * self._unit, self._floor)
 
     @property
     def _floor(self) -> float:
@@ -174,6 +188,7 @@ class CostModel:
             unit=self._unit,
             observed=self.observed,
             shortest=self._shortest,
+            kinds=self._nearby.kept(),
         )
         # Whole or not at all: another engine may read it at any time.
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -191,12 +206,14 @@ class CostModel:
             raise InvalidRequest(field=str(path), expected=f"a table for {key}", actual=table.key)
         model = CostModel(table.row_knots, table.tier_knots)
         coefficients_D, covariance_DD = np.array(table.coefficients), np.array(table.covariance)
-        if coefficients_D.shape != model._coefficients_D.shape or covariance_DD.shape != model._covariance_DD.shape:
+        sizes = {len(features) for kind in table.kinds for features in kind.features} | {len(coefficients_D)}
+        if sizes != {len(model._coefficients_D)} or covariance_DD.shape != model._covariance_DD.shape:
             raise InvalidRequest(
                 field=str(path), expected=f"{len(model._coefficients_D)} coefficients", actual="others"
             )
         model._coefficients_D, model._covariance_DD = coefficients_D, covariance_DD
         model._unit, model.observed, model._shortest = table.unit, table.observed, table.shortest
+        model._nearby.restore(table.kinds)
         return model
 
     def _features(self, shape: StepShape) -> np.ndarray:
@@ -218,40 +235,26 @@ class CostModel:
         at = size - 2 if shape.drafting else size - 4
         return [*terms, (at, shape.tokens_read / _KV_UNIT), (at + 1, shape.context_queries / _KV_UNIT)]
 
-    def _is_hiccup(self, kind: bytes, sign: int) -> bool:
-        """Whether a surprise of this kind of step is not yet one of many the same way."""
-        self.errors.outliers += 1
-        streak = self._streaks.get(kind, 0)
-        self._streaks[kind] = streak = streak + sign if streak * sign > 0 else sign
-        if abs(streak) < _STREAK:
-            return True
-        del self._streaks[kind]
-        return False
-
-    def _learn(self, features_D: np.ndarray, seconds: float, wander: float, bounded: bool, steps: int = 1) -> None:
-        """One update of the filter on the relative error, 1 - prediction / seconds, which the mean of `steps` has less
-        noise of."""
+    def _learn(
+        self, shape: StepShape, features_D: np.ndarray, seconds: float, wander: float, bounded: bool, steps: int = 1
+    ) -> None:
+        """One update of the filter on the relative error, 1 - prediction / seconds."""
         if not self.observed:
             self._unit = float(seconds)
+        same = self._nearby.add(_point(shape), features_D, seconds)
         scaled_D = features_D * (self._unit / seconds)
         residual = 1.0 - float(scaled_D @ self._coefficients_D)
         covariance_DD = self._covariance_DD
         reach_D = covariance_DD @ scaled_D
-        noise = _NOISE_VARIANCE / steps
+        noise = _NOISE_VARIANCE * same
         spread = noise + float(scaled_D @ reach_D)
         told = abs(residual)
         if bounded:
             limit = 4.0 * max(self._residual_scale, math.sqrt(spread))
             told = min(told, limit)
-            if abs(residual) <= limit:
-                self._streaks.pop(_kind(features_D), None)
-            elif self._is_hiccup(_kind(features_D), 1 if residual > 0 else -1):
+            if abs(residual) > limit:
+                self.errors.outliers += 1
                 residual = math.copysign(limit, residual)
-            else:
-                touched = np.flatnonzero(features_D)
-                covariance_DD[touched, touched] += residual**2
-                reach_D = covariance_DD @ scaled_D
-                spread = noise + float(scaled_D @ reach_D)
         self._coefficients_D = self._coefficients_D + reach_D * (residual / spread)
         root_D = reach_D / math.sqrt(spread)
         covariance_DD -= np.outer(root_D, root_D)
@@ -267,9 +270,8 @@ class CostModel:
         self.observed += steps
 
 
-def _kind(features_D: np.ndarray) -> bytes:
-    """Steps that read the same coefficients."""
-    return np.flatnonzero(features_D).tobytes()
+def _point(shape: StepShape) -> np.ndarray:
+    return point(shape.rows, shape.tier, shape.rows * shape.share * shape.drafting, shape.drafting)
 
 
 def sweep_shapes(

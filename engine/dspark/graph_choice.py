@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.dspark.cost_model import CostModel
+from engine.dspark.cost_model import CostModel, StepWeights
 
 _SPARE = 1.1
 """Drafts made for each one verified where drafts are made by request: fresh confidences choose among them."""
@@ -55,7 +55,7 @@ class Candidates:
     tiers_C: np.ndarray
     budgets_C: np.ndarray
     slots_C: np.ndarray
-    weights_CD: np.ndarray
+    weights: StepWeights
     reachable: int
 
 
@@ -105,8 +105,8 @@ class GraphChoice:
             return None
         padded_C, tiers_C, budgets_C, slots_C = graphs_C4.T
         shares_C = slots_C / (padded_C * whole) if self._ragged else np.ones(len(padded_C))
-        weights_CD = self._cost.weights(padded_C, tiers_C, shares_C)
-        return Candidates(tiers_C, budgets_C, slots_C, weights_CD, len(reachable_C4))
+        weights = self._cost.weights(padded_C, tiers_C, shares_C)
+        return Candidates(tiers_C, budgets_C, slots_C, weights, len(reachable_C4))
 
     def _reachable(self, rows: int, least: int, most: int) -> np.ndarray:
         """Those that could be made, up to the first that holds all."""

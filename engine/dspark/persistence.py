@@ -93,6 +93,11 @@ class Foresight:
             rows, at = (list(part) for part in zip(*pairs, strict=True))
             self._persistence.observe([kinds[place] for place in at], old_B[at], survival_BG[rows, 0] - prior_B[at])
 
+    def renew(self) -> None:
+        """Confidences of a new drafter say nothing beside those of the old one."""
+        self._lagged = LaggedSurvivals()
+        self._said.clear()
+
 
 def _firsts(survival_BG: np.ndarray, prior_BG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return survival_BG[:, 0] - prior_BG[:, 0], prior_BG[:, 0].copy()

@@ -198,6 +198,11 @@ class Planner:
         if self._last is None or not self._last[0]:
             self._without += steps
 
+    def renew(self) -> None:
+        """The drafter is another one: how it fares is seen at once."""
+        self._patience = self._probe_every
+        self._without = self._patience
+
     def _plain(self, outlook: Outlook) -> Choice:
         rows = len(outlook.most_B)
         tier = self._choice.tier(rows)
@@ -216,7 +221,7 @@ class Planner:
         tiers_C, spent_C = graphs.tiers_C, graphs.budgets_C - 1
         tokens_C = rows + ranking.survival_M.cumsum()[spent_C]
         context_C = outlook.context_B.sum() + outlook.context_B[ranking.row_M].cumsum()[spent_C]
-        seconds_C = self._cost.times(graphs.weights_CD, outlook.tokens_read, context_C)
+        seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
         rates_C = tokens_C / seconds_C
 
         def best(first: int, last: int, capture: bool) -> Choice | None:

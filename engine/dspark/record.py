@@ -18,9 +18,10 @@ import torch
 
 from engine.dspark.block_estimate import BlockEstimate, is_exact
 from engine.dspark.config import DSparkConfig
-from engine.dspark.cost_model import CostModel
+from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.drafter import DrafterTraits
 from engine.dspark.outcomes import Outcomes
+from engine.dspark.promises import Promises
 from engine.dspark.reliability import Reliability
 from engine.dspark.report import DraftReport, series_of
 from engine.dspark.scaling import OnlineScaling, SurvivalScaling, labels_of
@@ -45,6 +46,8 @@ _BATCH = 8
 sums gets all of them; what is decided by them is a few steps late. Of few requests those of one launch are."""
 
 
+_LEFT = 0.1
+"""What outcomes of one drafter say of the next, which is often the same one after some more training."""
 _MOST_GONE = 64
 """Ended requests that may be in steps which are not summed up yet."""
 
@@ -55,6 +58,7 @@ class Record:
         self._drafts = traits.max_drafts
         self._cost = cost
         self._estimate = AcceptanceEstimate(self._drafts)
+        self._promises = Promises(self._drafts)
         self._ceiling = BlockEstimate()
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
@@ -77,6 +81,11 @@ class Record:
         arrivals, orders = [sample.group.arrival for sample in samples], [sample.order for sample in samples]
         return self._estimate.survivals(arrivals, orders, kinds)
 
+    def kept(self, kinds: Sequence[tuple[str, tuple[str, float]]]) -> np.ndarray:
+        """float64 [B, G]: of the survivals that drafters promise such requests, what is kept, as far as outcomes
+        tell."""
+        return self._promises.kept(kinds)
+
     def kinds(self, samples: Sequence[Sample]) -> list[tuple[str, tuple[str, float]]]:
         """Policy and kind of each."""
         return [(policy_of(sample.group), kind_of(sample.group)) for sample in samples]
@@ -97,7 +106,7 @@ class Record:
     def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
         """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
         their drafts as one table gives it."""
-        many = False
+        many, plainly = False, self._plainly(steps, seconds)
         if seconds is not None and steps:
             # They differ in the contexts that they read, which grew, and were measured as one.
             context = sum(step.shape.context_queries for step in steps) / len(steps)
@@ -109,18 +118,33 @@ class Record:
             self._observe_drafts(step)
             many = many or len(step.survival_BG) > _MOST_REMEMBERED
             if outcomes is None:
-                self._waiting.append(Outcomes.of(step))
-                self._steps += 1
+                self._wait(Outcomes.of(step), plainly)
         if outcomes is not None:
-            self._waiting.append(outcomes)
-            self._steps += outcomes.steps
-        may_wait = many and self._online is not None and self._config.mode == "compact"
+            self._wait(outcomes, plainly)
+        # The next plan is made of what a probe taught.
+        urgent = any(step.plan.probe for step in steps)
+        may_wait = many and self._online is not None and self._config.mode == "compact" and not urgent
         if not may_wait or self._steps >= _BATCH:
             self._take_in()
         if self.on_round is not None:
             for step in steps:
                 if step.verdict is not None:
                     self.on_round(step)
+
+    def _plainly(self, steps: Sequence[DraftStep], seconds: float | None) -> float:
+        """Tokens that plain steps bring each row in the time of one of these."""
+        drafted = [step for step in steps if step.verdict is not None]
+        if not drafted:
+            return 0.0
+        first = drafted[0]
+        count, context = len(first.samples), float(sum(first.anchors) + len(first.anchors))
+        plain = StepShape(count, count, False, first.shape.tokens_read, context)
+        alone, together = self._cost.predict([plain, first.shape]).tolist()
+        return (seconds or together) / alone
+
+    def _wait(self, outcomes: Outcomes, plainly: float) -> None:
+        self._waiting.append(replace(outcomes, plainly_N=np.full(len(outcomes.samples), plainly)))
+        self._steps += outcomes.steps
 
     def _observe_drafts(self, step: DraftStep) -> None:
         self.probes += step.plan.probe
@@ -157,7 +181,8 @@ class Record:
 
     def new_drafter(self) -> None:
         self.new_policy()
-        self._estimate = AcceptanceEstimate(self._drafts)
+        self._estimate.renew(_LEFT)
+        self._promises.renew(_LEFT)
 
     def report(self) -> DraftReport:
         """Sums that only grow, of now."""
@@ -239,6 +264,7 @@ class Record:
             stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
         labels_NG = labels_of(outcomes.chances_NG, verified_N)
         self.reliability.observe(outcomes.survival_NG, labels_NG)
+        self._promises.observe(self.kinds(samples), outcomes.survival_NG, labels_NG)
         turns = self._turns(len(samples), self._batches)
         for row, chances_G in zip(turns, outcomes.chances_NG[turns].tolist(), strict=True):
             # All but NaN.
@@ -314,34 +340,36 @@ class Record:
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
     def _watch(self, outcomes: Outcomes) -> None:
-        """Accepted drafts against those expected of verified ones: of all rows, by length and by policy."""
+        """Accepted drafts against those expected of verified ones, and what plain steps would have brought beyond what
+        came: of all rows, by length and by policy."""
         number, samples = outcomes.step, outcomes.samples
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG, 0.0).sum(1)
-        self.switch.observe(number, float(expected_N.sum()), int(accepted_N.sum()), int(verified_N.sum()))
+        lost_N = outcomes.plainly_N - outcomes.emitted_N
+        columns = expected_N, accepted_N, verified_N, lost_N
+        self.switch.observe(number, *(part_N.sum().item() for part_N in columns))
         # Lengths are told apart by powers of two.
         bits_N = np.frexp(outcomes.anchors_N + 1.0)[1]
-        for bits, sums in _summed(bits_N, expected_N, accepted_N, verified_N):
+        for bits, sums in _summed(bits_N, *columns):
             self.switch.observe_length(number, (1 << bits) - 1, *sums)
         names = {group: policy_of(group) for group in dict.fromkeys([sample.group for sample in samples])}
         policies = sorted({*names.values()})
         if policies != [""]:
             policy_N = np.array([policies.index(names[sample.group]) for sample in samples])
-            for place, sums in _summed(policy_N, expected_N, accepted_N, verified_N):
+            for place, sums in _summed(policy_N, *columns):
                 if policies[place]:
                     self.switch.observe_policy(number, policies[place], *sums)
 
 
 def _summed(
-    place_N: np.ndarray, expected_N: np.ndarray, accepted_N: np.ndarray, verified_N: np.ndarray
-) -> list[tuple[int, tuple[float, int, int]]]:
+    place_N: np.ndarray, expected_N: np.ndarray, accepted_N: np.ndarray, verified_N: np.ndarray, lost_N: np.ndarray
+) -> list[tuple[int, tuple[float, int, int, float]]]:
     """Each place that rows have, and the sums over those."""
     places = np.flatnonzero(np.bincount(place_N)).tolist()
-    expected, accepted, verified = (
-        np.bincount(place_N, values_N)[places].tolist() for values_N in (expected_N, accepted_N, verified_N)
-    )
-    return [(place, (e, int(a), int(v))) for place, e, a, v in zip(places, expected, accepted, verified, strict=True)]
+    columns = [np.bincount(place_N, part_N)[places] for part_N in (expected_N, accepted_N, verified_N, lost_N)]
+    sums = zip(*(part.tolist() for part in columns), strict=True)
+    return [(place, (e, int(a), int(v), lost)) for place, (e, a, v, lost) in zip(places, sums, strict=True)]
 
 
 def policy_of(group: Group) -> str:

@@ -165,6 +165,10 @@ class Speculation:
         survival_BG = self._foresight.survivals(self._step, rows.keys_B.tolist(), kinds, prior_BG)
         return survival_BG[:, : self.max_drafts]
 
+    def _note(self, step: int, samples: Sequence[Sample], keys: Sequence[int], survival_BG: np.ndarray) -> None:
+        """What drafters were sure of, for later steps."""
+        self._foresight.note(step, keys, survival_BG * self.record.kept(self.record.kinds(samples)))
+
     def _plan(self, rows: Rows, most_B: np.ndarray) -> tuple[DraftStep, Rows, np.ndarray]:
         """The step without drafts, but with its budget, its rows and the most drafts of each. Where their
         number is chosen by row, those that make any come first, samples of a prompt side by side."""
@@ -205,7 +209,7 @@ class Speculation:
             step.survival_BG = self.record.priors(samples, self.record.kinds(samples))
         else:
             step.survival_BG = self.scaling.survival(proposal.confidence_BG).double().cpu().numpy()
-            self._foresight.note(self._step, [sample.held.key for sample in samples], step.survival_BG)
+            self._note(self._step, samples, [sample.held.key for sample in samples], step.survival_BG)
         survival_BG = torch.from_numpy(step.survival_BG[:, : self.max_drafts])
         least_B = np.minimum(least_B, most)
         lens = spend(survival_BG, torch.from_numpy(least_B), torch.tensor(most), step.plan.budget).tolist()
@@ -322,7 +326,8 @@ class Speculation:
         confidences of the last one that had any are news too."""
         for step in reversed(rounds):
             if step.proposal is not None and step.proposal.confidence_BG is not None:
-                self._foresight.note(step.plan.step, step.keys[: len(step.survival_BG)], step.survival_BG)
+                drafted = len(step.survival_BG)
+                self._note(step.plan.step, step.samples[:drafted], step.keys[:drafted], step.survival_BG)
                 break
         self.record.observe(rounds, seconds, outcomes)
         if not self.captured_layers:
@@ -396,5 +401,6 @@ class Speculation:
         """The drafter has other weights, whole ones. States of cached tokens stay those of the old ones:
         that costs acceptance where they are met, and nothing else."""
         self.faulty = None
-        self._foresight = Foresight()
+        self._foresight.renew()
+        self._planner.renew()
         self.record.new_drafter()

@@ -153,6 +153,13 @@ class AcceptanceEstimate:
             leant_KG = sums_K2G[:, 0] + self._leaning * means_BG[known]
             means_BG[known] = leant_KG / (sums_K2G[:, 1] + self._leaning)
 
+    def renew(self, left: float) -> None:
+        """Drafter or target are others: what is known weighs `left` of what it did."""
+        for level in (self._wide, self._groups, self._requests):
+            for sums in level.values():
+                for part in sums:
+                    part[:] = [left * number for number in part]
+
     def forget_request(self, request: Hashable) -> None:
         self._requests.pop(request, None)
 
@@ -182,20 +189,29 @@ def _wider(policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:
 class DriftAlarm:
     """One-sided cumulative sum of (predicted - actual) accepted drafts per verified one.
 
-    Sounds when more than `threshold` drafts, beyond `slack` of each, were lost to predictions too
-    high: calibration or drafter no longer fit the policy.
+    Sounds when more than `threshold` drafts, beyond `slack` of each, were missing from what was predicted
+    (calibration or drafter no longer fit the policy), and plain steps would have brought more than came since
+    the sum began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
     """
 
     def __init__(self, threshold: float = 64.0, slack: float = 0.05) -> None:
         self._threshold, self._slack = threshold, slack
         self.level = 0.0
+        self._lost = 0.0
 
-    def observe(self, predicted: float, accepted: int, verified: int) -> bool:
+    def observe(self, predicted: float, accepted: int, verified: int, lost: float) -> bool:
+        """Drafts of a step, and by how many tokens plain steps would have brought more in its time."""
         self.level = max(0.0, self.level + predicted - accepted - self._slack * verified)
-        return self.level > self._threshold
+        self._lost = self._lost + lost if self.level else 0.0
+        if self.level <= self._threshold:
+            return False
+        if self._lost > 0.0:
+            return True
+        self.reset()
+        return False
 
     def reset(self) -> None:
-        self.level = 0.0
+        self.level, self._lost = 0.0, 0.0
 
 
 class DraftSwitch:
@@ -223,7 +239,9 @@ class DraftSwitch:
         off = self._by_policy.get(policy)
         return off is None or step >= off.until
 
-    def observe_policy(self, step: int, policy: str, predicted: float, accepted: int, verified: int) -> None:
+    def observe_policy(
+        self, step: int, policy: str, predicted: float, accepted: int, verified: int, lost: float
+    ) -> None:
         """A step's outcomes of one LoRA policy. Its alarm sounds before that of all, which then starts over: one
         policy that has drifted switches nobody else off."""
         off = self._by_policy.get(policy)
@@ -232,20 +250,22 @@ class DraftSwitch:
                 del self._by_policy[next(iter(self._by_policy))]
             off = self._by_policy[policy] = _Off(DriftAlarm(_POLICY_THRESHOLD), self._cooldown)
         until = off.until
-        off.observe(step, predicted, accepted, verified)
+        off.observe(step, predicted, accepted, verified, lost)
         if off.until != until:
             self._whole.forgive()
 
-    def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
-        """A step's expected and actual accepted drafts."""
-        self._whole.observe(step, predicted, accepted, verified)
+    def observe(self, step: int, predicted: float, accepted: int, verified: int, lost: float) -> None:
+        """A step's expected and actual accepted drafts, and by how many tokens plain steps would have brought more."""
+        self._whole.observe(step, predicted, accepted, verified, lost)
 
-    def observe_length(self, step: int, length: int, predicted: float, accepted: int, verified: int) -> None:
+    def observe_length(
+        self, step: int, length: int, predicted: float, accepted: int, verified: int, lost: float
+    ) -> None:
         """Those of requests of about that length."""
         place = length.bit_length()
         if place not in self._by_length:
             self._by_length[place] = _Off(DriftAlarm(), self._cooldown)
-        self._by_length[place].observe(step, predicted, accepted, verified)
+        self._by_length[place].observe(step, predicted, accepted, verified, lost)
 
     def renew(self) -> None:
         self._whole.renew()
@@ -261,8 +281,8 @@ class _Off:
         self._first = self._cooldown = cooldown
         self.until = 0
 
-    def observe(self, step: int, predicted: float, accepted: int, verified: int) -> None:
-        if self._alarm.observe(predicted, accepted, verified):
+    def observe(self, step: int, predicted: float, accepted: int, verified: int, lost: float) -> None:
+        if self._alarm.observe(predicted, accepted, verified, lost):
             self._alarm.reset()
             self.until = step + self._cooldown
             self._cooldown *= 2

@@ -178,15 +178,18 @@ class DraftOptimConfig:
 @dataclass(frozen=True, slots=True)
 class DriftConfig:
     """A sum of (predicted - accepted - `slack`) drafts a round that reaches `threshold` is drift. Each rung but
-    the last is tried `attempts` times; `calm` rounds without drift go one rung down."""
+    the last is tried `attempts` times; `calm` rounds without drift go one rung down. Drafting is stopped only where
+    fewer than `worth` drafts a round were kept since the last answer: what is promised too much of a drafter that is
+    good is for planning to discount (`engine.dspark.promises`), and for training to mend."""
 
     slack: float = 0.1
     threshold: float = 20.0
     attempts: int = 2
     calm: int = 2000
+    worth: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("slack", "threshold", "attempts", "calm"):
+        for name in ("slack", "threshold", "attempts", "calm", "worth"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(field=f"drift.{name}", expected="more than 0", actual=getattr(self, name))
 

@@ -6,7 +6,7 @@ with numbers in and decisions out.
 
 The target changes with every policy version, the drafter does not; what it promises and what is kept drift
 apart. `DriftLadder` first refits the temperatures (cheap, cures overconfidence), then asks for drafter
-steps, then switches drafting off. Peace takes it back down.
+steps, then switches drafting off if it is not worth its while. Peace takes it back down.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class DriftLadder:
         self.alarms = 0
         self._cusum = Cusum(config.slack, config.threshold)
         self._rung, self._tried, self._quiet = 0, 0, 0
+        self._rounds, self._kept = 0, 0.0
+        """Since the last answer, and drafts kept in them."""
         self._disabled = False
 
     @property
@@ -66,6 +68,7 @@ class DriftLadder:
         if policy_version > self.policy_version:
             self.policy_version = policy_version
             self._cusum.value = 0.0
+        self._rounds, self._kept = self._rounds + 1, self._kept + accepted
         if not self._cusum.add(predicted, accepted):
             self._quiet += 1
             if self._quiet >= self.config.calm:
@@ -73,7 +76,10 @@ class DriftLadder:
             return "none"
         self.alarms += 1
         self._quiet = 0
-        response = LADDER[self._rung]
+        response, kept = LADDER[self._rung], self._kept / self._rounds
+        self._rounds, self._kept = 0, 0.0
+        if response == "disable" and kept >= self.config.worth:
+            return "train"
         self._tried += 1
         if response == "disable":
             self._disabled = True

@@ -96,6 +96,40 @@ def test_it_stays_finite_where_only_one_shape_is_ever_seen():
     assert np.isfinite(model.predict([shape])).all()
 
 
+def test_hours_at_one_size_make_nothing_absurd_of_others():
+    """A device whose small batches read contexts one row after another and whose large ones read them side by side:
+    no sum of terms is right of both. What was measured thousands of times at one row stays right there, and other
+    sizes stay within a quarter of what the sweep saw of them."""
+
+    def device(shape):
+        side_by_side = shape.rows / (1.0 + shape.rows / 8.0)
+        return law(shape) * (1.0 + 0.4 * shape.tokens_read / shape.rows / 4096 / side_by_side)
+
+    model, rng = CostModel(ROWS, TIERS), np.random.default_rng(0)
+    model.seed([(shape, device(shape)) for shape in sweep_shapes(ROWS, TIERS, 7, [128, 4096])])
+    for step in range(3000):
+        context = 64.0 + step % 2000
+        shape = StepShape(1, 8, True, context, 8.0 * context)
+        model.observe(shape, device(shape) * rng.normal(1.0, 0.02), 4)
+    shape = StepShape(1, 8, True, 1000.0, 8000.0)
+    assert model.predict([shape])[0] == pytest.approx(device(shape), rel=0.05)
+    for rows, tier in ((4, 32), (8, 64), (16, 128), (32, 256), (64, 128), (64, 512)):
+        shape = StepShape(rows, tier, True, 1000.0 * rows, 1000.0 * tier)
+        assert model.predict([shape])[0] == pytest.approx(device(shape), rel=0.25), (rows, tier)
+
+
+def test_a_kind_that_no_sum_explains_is_right_all_the_same():
+    """One graph is slow for a reason of its own: it is known, and its neighbours are not slandered."""
+    model, slow = seeded(), StepShape(16, 64, True, 16_000.0, 64_000.0)
+    others = [StepShape(4, 8, True, 4000.0, 8000.0), StepShape(64, 256, True, 64_000.0, 256_000.0)]
+    for _ in range(30):
+        model.observe(slow, 2.0 * law(slow))
+        for other in others:
+            model.observe(other, law(other))
+    assert model.predict([slow])[0] == pytest.approx(2.0 * law(slow), rel=0.02)
+    assert model.predict(others) == pytest.approx([law(other) for other in others], rel=0.05)
+
+
 def test_errors_are_of_predictions_made_before_the_step():
     model = CostModel([1], [1])
     model.observe(StepShape(1, 1, False), 0.010)

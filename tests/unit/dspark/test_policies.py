@@ -95,9 +95,9 @@ def test_a_policys_alarm_sounds_before_that_of_all():
     switch = DraftSwitch(cooldown=10)
     for step in range(40):
         if switch.allows_policy(step, "far"):
-            switch.observe_policy(step, "far", 3.0, 0, 4)
-            switch.observe(step, 3.0, 0, 4)
-        switch.observe(step, 4.0, 4, 4)
+            switch.observe_policy(step, "far", 3.0, 0, 4, 1.0)
+            switch.observe(step, 3.0, 0, 4, 1.0)
+        switch.observe(step, 4.0, 4, 4, -3.0)
         assert switch.allows(step, 1)
     assert not switch.allows_policy(14, "far") or not switch.allows_policy(20, "far")
     switch.renew()

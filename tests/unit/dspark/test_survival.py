@@ -80,19 +80,29 @@ def test_fading_follows_a_change():
 def test_the_alarm_sounds_on_lost_drafts_and_not_on_noise():
     rng = np.random.default_rng(0)
     honest = DriftAlarm()
-    assert not any(honest.observe(40 * 0.7, int(rng.binomial(40, 0.7)), 40) for _ in range(2000))
+    assert not any(honest.observe(40 * 0.7, int(rng.binomial(40, 0.7)), 40, 1.0) for _ in range(2000))
     drifted = DriftAlarm()
-    sounded = [drifted.observe(40 * 0.7, int(rng.binomial(40, 0.5)), 40) for _ in range(40)]
+    sounded = [drifted.observe(40 * 0.7, int(rng.binomial(40, 0.5)), 40, 1.0) for _ in range(40)]
     assert any(sounded) and sounded.index(True) > 3
+
+
+def test_promises_that_are_too_high_of_drafts_that_pay_switch_nothing_off():
+    """Twenty tokens of ten rows a step, as predictions had it of thirty: plain steps would have brought fifteen. When
+    they would bring more than twenty, the alarm sounds, whatever was gained before."""
+    paying = DriftAlarm()
+    assert not any(paying.observe(30.0, 20, 40, 15.0 - 20.0) for _ in range(200))
+    assert any(paying.observe(30.0, 20, 40, 25.0 - 20.0) for _ in range(20))
+    quiet = DriftAlarm()
+    assert not any(quiet.observe(20.0, 20, 40, 25.0 - 20.0) for _ in range(200)), "what was predicted came"
 
 
 def test_the_switch_follows_load_and_drift():
     switch = DraftSwitch(max_rows=8, cooldown=10, alarm=DriftAlarm(threshold=5.0, slack=0.0))
     assert switch.allows(0, 8) and not switch.allows(0, 9)
-    switch.observe(3, predicted=6.0, accepted=0, verified=10)
+    switch.observe(3, predicted=6.0, accepted=0, verified=10, lost=1.0)
     assert [switch.allows(step, 1) for step in (4, 12, 13)] == [False, False, True]
-    switch.observe(20, predicted=6.0, accepted=0, verified=10)
+    switch.observe(20, predicted=6.0, accepted=0, verified=10, lost=1.0)
     assert not switch.allows(39, 1) and switch.allows(40, 1)
-    switch.observe(50, predicted=6.0, accepted=0, verified=10)
+    switch.observe(50, predicted=6.0, accepted=0, verified=10, lost=1.0)
     switch.renew()
     assert switch.allows(51, 1)

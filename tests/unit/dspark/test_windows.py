@@ -76,8 +76,8 @@ def test_a_window_and_a_domain_travel():
 def test_a_length_at_which_drafts_are_lost_is_left_alone_and_tried_again():
     switch = DraftSwitch(cooldown=10, alarm=DriftAlarm(threshold=1e9))
     for step in range(24):
-        switch.observe_length(step, 300, 4.0, 4, 4)
-        switch.observe_length(step, 5000, 3.0, 0, 4)
+        switch.observe_length(step, 300, 4.0, 4, 4, -2.0)
+        switch.observe_length(step, 5000, 3.0, 0, 4, 1.0)
     rng = np.random.default_rng(0)
     assert all(switch.allows_length(24, int(length)) for length in rng.integers(1, 4096, 20))
     off = [step for step in range(24, 200) if not switch.allows_length(step, 4100)]

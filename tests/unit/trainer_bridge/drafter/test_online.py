@@ -36,6 +36,16 @@ def test_the_ladder_is_climbed_rung_by_rung():
     assert alarm(ladder, 2) == "refit"
 
 
+def test_a_drafter_that_is_good_is_trained_and_never_stopped():
+    """Promises of three drafts where one and a half are kept are drift without end, and worth drafting."""
+    ladder = DriftLadder(DriftConfig(attempts=1, worth=1.0))
+    answers = [ladder.observe(1, 3.0, 1.0 + number % 2) for number in range(2000)]
+    assert set(answers) == {"none", "refit", "train"} and answers.count("train") > 50
+    assert not ladder.disabled
+    answers = [ladder.observe(1, 3.0, 0.5) for _ in range(200)]
+    assert "disable" in answers and ladder.disabled
+
+
 def test_peace_leads_down_again():
     ladder = DriftLadder(DriftConfig(threshold=20.0, attempts=1, calm=50))
     assert alarm(ladder, 1) == "refit"

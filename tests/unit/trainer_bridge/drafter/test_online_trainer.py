@@ -88,7 +88,7 @@ def test_drift_is_answered_by_refit_training_and_stopping(t_full, drafter):
     engine, parts = engine_of(t_full, drafter)
     with torch.no_grad():
         parts.drafter_model.confidence_head.bias.add_(20.0)
-    drift = DriftConfig(slack=0.1, threshold=5.0, attempts=1)
+    drift = DriftConfig(slack=0.1, threshold=5.0, attempts=1, worth=4.0)
     still = DraftOptimConfig(steps=1000, warmup=0.0, learning_rate=0.0, anchors=4)
     config = OnlineConfig(steps=1, batch=2, every=0, retry_after=2, drift=drift, optim=still)
     online = OnlineTrainer(engine, parts, config)

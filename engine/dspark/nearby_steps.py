@@ -1,0 +1,124 @@
+"""How far steps like those that were measured are off a fit.
+
+Owns the last times of every kind of step, and what they say of steps between them: their median error beside the fit,
+each weighed by how near it is. Ignores the fit itself (`engine.dspark.cost_model`), which is asked for its newest word
+on what was measured, so that neither counts an error twice.
+
+A fit of few terms is wrong in places whatever it is told: kernels change with their sizes, and tiny batches read their
+contexts one after another where large ones read them side by side. What is measured again and again is known better
+than any fit knows it; a hiccup is one of several and counts for nothing.
+
+Shapes: K kinds of steps, N of the last of each, D coefficients of the fit, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+_LAST = 5
+_BINS = 2
+"""Kinds to an octave."""
+_REACH = 0.75
+"""Octaves over which errors are alike."""
+_DOUBT = 0.1
+"""Weight of the fit alone, in steps measured."""
+_SURE = 32
+"""Steps of a kind beyond which it outweighs its neighbours no more."""
+_MOST_KINDS = 512
+_APART = 100.0
+"""Octaves between steps with and without drafts, which know nothing of each other."""
+
+
+class MeasuredKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one kind of steps: where it lies, how many there were, and what the last ones read of the fit and took."""
+
+    point: list[float]
+    count: int
+    features: list[list[float]]
+    seconds: list[float]
+
+
+class NearbySteps:
+    """Steps lie among others at the base-2 logarithms of their rows, of their verify rows and of the drafts they make
+    (`point`). `size` is D."""
+
+    def __init__(self, size: int) -> None:
+        self._places: dict[tuple[int, ...], int] = {}
+        self._count_K = np.zeros(_MOST_KINDS, dtype=np.int64)
+        """Steps of each kind so far."""
+        self._point_K4 = np.zeros((_MOST_KINDS, 4))
+        self._seconds_KN = np.ones((_MOST_KINDS, _LAST))
+        self._features_KND = np.zeros((0, _LAST, size))
+        self._errors_K: np.ndarray | None = None
+
+    def add(self, point_4: np.ndarray, features_D: np.ndarray, seconds: float) -> int:
+        """A measured step; how many of its kind there are with it."""
+        kind = tuple([round(octaves * _BINS) for octaves in point_4.tolist()])
+        place = self._places.get(kind)
+        if place is None:
+            if len(self._places) == _MOST_KINDS:
+                return 1
+            place = self._places[kind] = len(self._places)
+            if place == len(self._features_KND):
+                more = np.zeros((max(16, place), *self._features_KND.shape[1:]))
+                self._features_KND = np.concatenate((self._features_KND, more))
+        at = int(self._count_K[place]) % _LAST
+        self._point_K4[place] = point_4
+        self._features_KND[place, at], self._seconds_KN[place, at] = features_D, seconds
+        self._count_K[place] += 1
+        self._errors_K = None
+        return int(self._count_K[place])
+
+    def corrections(self, points_C4: np.ndarray, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
+        """What the fit's seconds are to be multiplied by, float64 [C]. `coefficients_D` are in seconds, and no step
+        takes less than `floor`; they change where a step is added, and only there."""
+        known = len(self._places)
+        if not known:
+            return np.ones(len(points_C4))
+        if self._errors_K is None:
+            self._errors_K = self._errors(coefficients_D, floor)
+        point_K4, weight_K = self._point_K4[:known], np.minimum(self._count_K[:known], _SURE)
+        away_CK = np.square(points_C4[:, None] - point_K4).sum(2)
+        weight_CK = np.exp(away_CK * (-1.0 / _REACH**2)) * weight_K
+        return np.exp(weight_CK @ self._errors_K / (weight_CK.sum(1) + _DOUBT))
+
+    def kept(self) -> list[MeasuredKind]:
+        kinds = []
+        for place in self._places.values():
+            there = min(int(self._count_K[place]), _LAST)
+            features, seconds = self._features_KND[place, :there], self._seconds_KN[place, :there]
+            point, count = self._point_K4[place].tolist(), int(self._count_K[place])
+            kinds.append(MeasuredKind(point, count, features.tolist(), seconds.tolist()))
+        return kinds
+
+    def restore(self, kinds: Sequence[MeasuredKind]) -> None:
+        """Take over what `kept` gave; features are of this `size`."""
+        for kind in kinds:
+            for features, seconds in zip(kind.features, kind.seconds, strict=True):
+                self.add(np.array(kind.point), np.array(features), seconds)
+            self._count_K[len(self._places) - 1] = kind.count
+
+    def _errors(self, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
+        """float64 [K]: the median logarithm of measured over fitted."""
+        known = len(self._places)
+        there_K, rows_K = np.minimum(self._count_K[:known], _LAST), np.arange(known)
+        fitted_KN = np.maximum(self._features_KND[:known] @ coefficients_D, floor)
+        error_KN = np.log(self._seconds_KN[:known] / fitted_KN)
+        error_KN = np.sort(np.where(np.arange(_LAST) < there_K[:, None], error_KN, np.inf), axis=1)
+        return 0.5 * (error_KN[rows_K, (there_K - 1) // 2] + error_KN[rows_K, there_K // 2])
+
+
+def point(rows: float, tier: float, drafts: float, drafting: bool) -> np.ndarray:
+    """Where a step lies, float64 [4]."""
+    octaves = [math.log2(max(1.0, size)) for size in (rows, tier, drafts)]
+    return np.array([*octaves, _APART * drafting])
+
+
+def points(rows_C: np.ndarray, tiers_C: np.ndarray, drafts_C: np.ndarray) -> np.ndarray:
+    """The same of steps with drafts, float64 [C, 4]."""
+    octaves_C3 = np.log2(np.maximum(1.0, np.stack((rows_C, tiers_C, drafts_C), axis=1)))
+    return np.concatenate((octaves_C3, np.full((len(rows_C), 1), _APART)), axis=1)

@@ -94,7 +94,9 @@ def play(
 def _begin(
     group_id: str, seed: int, environments: Sequence[Environment], codec: TextCodec, temperature: float
 ) -> list[_Running]:
-    prompts = [observation_ids(environment.reset(), codec, first=True) for environment in environments]
+    # The same words are rendered once: a template and a tokenizer take longer than some steps.
+    words = list(dict.fromkeys(environment.reset() for environment in environments))
+    prompts = [observation_ids(observation, codec, first=True) for observation in words]
     if not prompts or any(not np.array_equal(prompt, prompts[0]) for prompt in prompts):
         raise InvalidRequest(field=f"group {group_id}", expected="one first observation", actual=len(prompts))
     return [

@@ -95,7 +95,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     covariance: list[list[float]]
     unit: float
     observed: int
-    shortest: float
+    shortest: tuple[float | None, float | None]
     kinds: list[MeasuredKind]
 
 
@@ -119,7 +119,7 @@ class CostModel:
         self._nearby = NearbySteps(size)
         self._residual_scale = 0.05
         self._unit = 1.0
-        self._shortest = math.inf
+        self._shortest, self._shortest_round = math.inf, math.inf
         self.observed = 0
         self.errors = CostErrors()
         self.on_observed: Callable[[CostModel], None] | None = None
@@ -175,8 +175,15 @@ class CostModel:
         return self._nearby.corrections(points_C4, self._coefficients_D * self._unit, self._floor)
 
     @property
+    def least_extra(self) -> float:
+        """Seconds that drafting and verifying take at least beside a step of as many rows: what they take a single
+        one, as far as such were seen."""
+        return max(0.0, self._shortest_round - self._shortest) if math.isfinite(self._shortest_round) else 0.0
+
+    @property
     def _floor(self) -> float:
-        return 0.1 * self._shortest if math.isfinite(self._shortest) else 1e-9
+        shortest = min(self._shortest, self._shortest_round)
+        return 0.1 * shortest if math.isfinite(shortest) else 1e-9
 
     def save(self, path: Path, key: CostKey) -> None:
         table = _Table(
@@ -187,7 +194,7 @@ class CostModel:
             covariance=self._covariance_DD.tolist(),
             unit=self._unit,
             observed=self.observed,
-            shortest=self._shortest,
+            shortest=(_known(self._shortest), _known(self._shortest_round)),
             kinds=self._nearby.kept(),
         )
         # Whole or not at all: another engine may read it at any time.
@@ -212,7 +219,8 @@ class CostModel:
                 field=str(path), expected=f"{len(model._coefficients_D)} coefficients", actual="others"
             )
         model._coefficients_D, model._covariance_DD = coefficients_D, covariance_DD
-        model._unit, model.observed, model._shortest = table.unit, table.observed, table.shortest
+        model._unit, model.observed = table.unit, table.observed
+        model._shortest, model._shortest_round = (math.inf if s is None else s for s in table.shortest)
         model._nearby.restore(table.kinds)
         return model
 
@@ -266,8 +274,15 @@ class CostModel:
             covariance_DD *= np.outer(shrink_D, shrink_D)
         fade = _SCALE_FADE**steps
         self._residual_scale = fade * self._residual_scale + (1.0 - fade) * told
-        self._shortest = min(self._shortest, float(seconds))
+        if shape.drafting:
+            self._shortest_round = min(self._shortest_round, float(seconds))
+        else:
+            self._shortest = min(self._shortest, float(seconds))
         self.observed += steps
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
 
 
 def _point(shape: StepShape) -> np.ndarray:

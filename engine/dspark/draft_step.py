@@ -26,7 +26,8 @@ class DraftStep:
     `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
-    took in, None until they are with their samples. By then `chances_BG` holds the verdict's chances of the rows
+    took in, None until they are with their samples. Without drafts it was expected to take `plain_seconds`, 0 where
+    that was not asked. By then `chances_BG` holds the verdict's chances of the rows
     that drafted, NaN where they are not known.
     """
 
@@ -36,6 +37,7 @@ class DraftStep:
     anchors: list[int]
     plan: StepPlan
     shape: StepShape
+    plain_seconds: float = 0.0
     drafts: list[list[int]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     proposal: Proposal | None = None

@@ -53,7 +53,7 @@ class NearbySteps:
         self._point_K4 = np.zeros((_MOST_KINDS, 4))
         self._seconds_KN = np.ones((_MOST_KINDS, _LAST))
         self._features_KND = np.zeros((0, _LAST, size))
-        self._errors_K: np.ndarray | None = None
+        self._told: tuple[np.ndarray, np.ndarray] | None = None
 
     def add(self, point_4: np.ndarray, features_D: np.ndarray, seconds: float) -> int:
         """A measured step; how many of its kind there are with it."""
@@ -70,21 +70,22 @@ class NearbySteps:
         self._point_K4[place] = point_4
         self._features_KND[place, at], self._seconds_KN[place, at] = features_D, seconds
         self._count_K[place] += 1
-        self._errors_K = None
+        self._told = None
         return int(self._count_K[place])
 
     def corrections(self, points_C4: np.ndarray, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
         """What the fit's seconds are to be multiplied by, float64 [C]. `coefficients_D` are in seconds, and no step
         takes less than `floor`; they change where a step is added, and only there."""
-        known = len(self._places)
-        if not known:
+        if not self._places:
             return np.ones(len(points_C4))
-        if self._errors_K is None:
-            self._errors_K = self._errors(coefficients_D, floor)
-        point_K4, weight_K = self._point_K4[:known], np.minimum(self._count_K[:known], _SURE)
-        away_CK = np.square(points_C4[:, None] - point_K4).sum(2)
-        weight_CK = np.exp(away_CK * (-1.0 / _REACH**2)) * weight_K
-        return np.exp(weight_CK @ self._errors_K / (weight_CK.sum(1) + _DOUBT))
+        if self._told is None:
+            self._told = self._tell(coefficients_D, floor)
+        inner_5K, errors_K2 = self._told
+        lifted_C5 = np.concatenate((points_C4, np.ones((len(points_C4), 1))), axis=1)
+        # The point's own square is common to all kinds but for the doubt.
+        squares_C1 = (points_C4 * points_C4).sum(1, keepdims=True)
+        sums_C2 = np.exp(lifted_C5 @ inner_5K - squares_C1 / _REACH**2) @ errors_K2
+        return np.exp(sums_C2[:, 0] / (sums_C2[:, 1] + _DOUBT))
 
     def kept(self) -> list[MeasuredKind]:
         kinds = []
@@ -102,14 +103,20 @@ class NearbySteps:
                 self.add(np.array(kind.point), np.array(features), seconds)
             self._count_K[len(self._places) - 1] = kind.count
 
-    def _errors(self, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
-        """float64 [K]: the median logarithm of measured over fitted."""
+    def _tell(self, coefficients_D: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+        """What corrections are made of. With p a kind's point and n its weight, n · exp(-|x - p|² / r²) is the
+        exponential of x · 2p / r² + log n - |p|² / r², but for |x|² / r²: float64 [5, K]. And float64 [K, 2]: the
+        median logarithm of measured over fitted, and 1."""
         known = len(self._places)
-        there_K, rows_K = np.minimum(self._count_K[:known], _LAST), np.arange(known)
+        point_K4, rows_K = self._point_K4[:known], np.arange(known)
+        there_K = np.minimum(self._count_K[:known], _LAST)
         fitted_KN = np.maximum(self._features_KND[:known] @ coefficients_D, floor)
         error_KN = np.log(self._seconds_KN[:known] / fitted_KN)
         error_KN = np.sort(np.where(np.arange(_LAST) < there_K[:, None], error_KN, np.inf), axis=1)
-        return 0.5 * (error_KN[rows_K, (there_K - 1) // 2] + error_KN[rows_K, there_K // 2])
+        error_K = 0.5 * (error_KN[rows_K, (there_K - 1) // 2] + error_KN[rows_K, there_K // 2])
+        weight_K = np.log(np.minimum(self._count_K[:known], _SURE)) - (point_K4 * point_K4).sum(1) / _REACH**2
+        inner_5K = np.concatenate((2.0 / _REACH**2 * point_K4, weight_K[:, None]), axis=1).T.copy()
+        return inner_5K, np.stack((error_K, np.ones(known)), axis=1)
 
 
 def point(rows: float, tier: float, drafts: float, drafting: bool) -> np.ndarray:

@@ -106,7 +106,7 @@ class Ranking:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
-    `capture`: by a graph that may have to be made for it."""
+    `capture`: by a graph that may have to be made for it. Without drafts the step takes `plain_seconds`."""
 
     drafting: bool
     budget: int
@@ -116,6 +116,7 @@ class Choice:
     probe: bool = False
     slots: int = 0
     capture: bool = True
+    plain_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -179,7 +180,7 @@ class Planner:
         due = self._without >= self._patience
         chosen, probe, self._losing = plain, False, 0.0
         if allowed or due:
-            best, ready = self._drafting(outlook)
+            best, ready = self._drafting(outlook, plain)
             if due:
                 chosen, probe = ready or best or plain, True
             elif best is not None:
@@ -190,7 +191,7 @@ class Planner:
         else:
             self._without = 0
             self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
-        return replace(chosen, probe=True) if probe and chosen.drafting else chosen
+        return replace(chosen, probe=probe and chosen.drafting, plain_seconds=plain.seconds)
 
     def passed(self, steps: int) -> None:
         """Further steps of the last choice."""
@@ -210,7 +211,7 @@ class Planner:
         (seconds,) = self._cost.predict([shape])
         return Choice(False, 0, tier, float(rows), float(seconds))
 
-    def _drafting(self, outlook: Outlook) -> tuple[Choice | None, Choice | None]:
+    def _drafting(self, outlook: Outlook, plain: Choice) -> tuple[Choice | None, Choice | None]:
         """The best tier, and the best graph that is there."""
         rows, whole = outlook.survival_BG.shape
         ranking = outlook.ranking
@@ -222,6 +223,7 @@ class Planner:
         tokens_C = rows + ranking.survival_M.cumsum()[spent_C]
         context_C = outlook.context_B.sum() + outlook.context_B[ranking.row_M].cumsum()[spent_C]
         seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
+        seconds_C = np.maximum(seconds_C, plain.seconds + self._cost.least_extra)
         rates_C = tokens_C / seconds_C
 
         def best(first: int, last: int, capture: bool) -> Choice | None:

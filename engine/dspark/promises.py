@@ -38,8 +38,9 @@ class Promises:
 
     def kept(self, kinds: Sequence[Hashable]) -> np.ndarray:
         """float64 [B, G]: what survivals are to be multiplied by."""
-        known = {kind: self._ratios(kind) for kind in set(kinds)}
-        return np.array([known[kind] for kind in kinds]).reshape(len(kinds), self._drafts)
+        places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+        ratios_UG = np.array([self._ratios(kind) for kind in places]).reshape(len(places), self._drafts)
+        return ratios_UG[[places[kind] for kind in kinds]]
 
     def renew(self, left: float) -> None:
         """Drafter or target are others: what is known weighs `left` of what it did."""

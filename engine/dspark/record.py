@@ -9,6 +9,7 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ import torch
 
 from engine.dspark.block_estimate import BlockEstimate, is_exact
 from engine.dspark.config import DSparkConfig
-from engine.dspark.cost_model import CostModel, StepShape
+from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
 from engine.dspark.outcomes import Outcomes
 from engine.dspark.promises import Promises
@@ -40,7 +41,7 @@ _OTHERS = "others"
 _MOST_REMEMBERED = 16
 """Requests of a step whose outcomes go into means of their own: the host has as long as a round takes."""
 _MOST_FITTED = 256
-"""Outcomes of a batch that temperatures are fitted to, so that those come from many steps."""
+"""Outcomes of a batch that temperatures and shares of promises are fitted to: those come from many steps."""
 _BATCH = 8
 """Steps of more requests than that are summed up together, and tell of bounds of whole windows once. Whoever reads
 sums gets all of them; what is decided by them is a few steps late. Of few requests those of one launch are."""
@@ -65,6 +66,8 @@ class Record:
         self._waiting: list[Outcomes] = []
         """What became of drafts, as far as it is not in the sums yet, of `_steps` steps."""
         self._steps = 0
+        self._names: dict[Group, tuple[str, tuple[str, float]]] = {}
+        """Policies and kinds of groups whose samples run."""
         self._gone: list[Sample] = []
         """Requests that end with these."""
         self._batches = 0
@@ -88,7 +91,11 @@ class Record:
 
     def kinds(self, samples: Sequence[Sample]) -> list[tuple[str, tuple[str, float]]]:
         """Policy and kind of each."""
-        return [(policy_of(sample.group), kind_of(sample.group)) for sample in samples]
+        groups, names = [sample.group for sample in samples], self._names
+        for group in dict.fromkeys(groups):
+            if group not in names:
+                names[group] = policy_of(group), kind_of(group)
+        return [names[group] for group in groups]
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
         """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
@@ -132,15 +139,13 @@ class Record:
                     self.on_round(step)
 
     def _plainly(self, steps: Sequence[DraftStep], seconds: float | None) -> float:
-        """Tokens that plain steps bring each row in the time of one of these."""
-        drafted = [step for step in steps if step.verdict is not None]
-        if not drafted:
+        """Tokens that plain steps bring each row in the time of one of these; without end where nobody has compared
+        them."""
+        drafted = next((step for step in steps if step.verdict is not None), None)
+        if drafted is None:
             return 0.0
-        first = drafted[0]
-        count, context = len(first.samples), float(sum(first.anchors) + len(first.anchors))
-        plain = StepShape(count, count, False, first.shape.tokens_read, context)
-        alone, together = self._cost.predict([plain, first.shape]).tolist()
-        return (seconds or together) / alone
+        took = seconds or float(self._cost.predict([drafted.shape])[0])
+        return took / drafted.plain_seconds if drafted.plain_seconds else math.inf
 
     def _wait(self, outcomes: Outcomes, plainly: float) -> None:
         self._waiting.append(replace(outcomes, plainly_N=np.full(len(outcomes.samples), plainly)))
@@ -255,6 +260,7 @@ class Record:
             self._estimate.forget_request(sample.order)
             if sample.group.unfinished == 0:
                 self._estimate.forget_group(sample.group.arrival)
+                self._names.pop(sample.group, None)
 
     def _add(self, outcomes: Outcomes, steps: int) -> None:
         samples, made_N, verified_N = outcomes.samples, outcomes.made_N, outcomes.verified_N
@@ -263,21 +269,20 @@ class Record:
         for stats, own in self._by_class(samples):
             stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
         labels_NG = labels_of(outcomes.chances_NG, verified_N)
+        some = slice(None, None, -(-len(samples) // _MOST_FITTED))
         self.reliability.observe(outcomes.survival_NG, labels_NG)
-        self._promises.observe(self.kinds(samples), outcomes.survival_NG, labels_NG)
+        self._promises.observe(self.kinds(samples[some]), outcomes.survival_NG[some], labels_NG[some])
         turns = self._turns(len(samples), self._batches)
         for row, chances_G in zip(turns, outcomes.chances_NG[turns].tolist(), strict=True):
             # All but NaN.
             chances = [chance for chance in chances_G if chance == chance]
             if chances:
-                group = samples[row].group
-                names = policy_of(group), kind_of(group)
-                self._estimate.observe(group.arrival, samples[row].order, chances, *names)
+                (names,) = self.kinds(samples[row : row + 1])
+                self._estimate.observe(samples[row].group.arrival, samples[row].order, chances, *names)
         self._batches += 1
         self._watch(outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:
-            every_nth = slice(None, None, -(-len(labels_NG) // _MOST_FITTED))
-            self._online.observe(outcomes.confidence_NG[every_nth], labels_NG[every_nth])
+            self._online.observe(outcomes.confidence_NG[some], labels_NG[some])
             every = self._config.recalibrate_every
             if every and self._rounds // every > (self._rounds - steps) // every:
                 self._online.refit()

@@ -293,6 +293,7 @@ class DeviceRounds:
                     shape=replace(
                         foreseen.shape, rows=ran.padded, tier=ran.verify, context_queries=context, share=share
                     ),
+                    plain_seconds=foreseen.plain_seconds,
                     emitted=emitted[own],
                     drafts=verified[own],
                     keep=keep[own],

@@ -53,13 +53,18 @@ class DriftLadder:
         self.alarms = 0
         self._cusum = Cusum(config.slack, config.threshold)
         self._rung, self._tried, self._quiet = 0, 0, 0
-        self._rounds, self._kept = 0, 0.0
-        """Since the last answer, and drafts kept in them."""
+        self._rounds, self._kept = 0.0, 0.0
+        """Rounds of late, and drafts kept in them."""
         self._disabled = False
 
     @property
     def disabled(self) -> bool:
         return self._disabled
+
+    def played(self, accepted: Sequence[float]) -> None:
+        """Drafts kept in all rounds of a rollout, those that no answer is asked about included: what led to an answer
+        was bad by choice. Earlier rollouts fade."""
+        self._rounds, self._kept = 0.5 * self._rounds + len(accepted), 0.5 * self._kept + sum(accepted)
 
     def observe(self, policy_version: int, predicted: float, accepted: float) -> Response:
         """What to do now. Rounds of an older version than the newest seen are ignored."""
@@ -68,7 +73,6 @@ class DriftLadder:
         if policy_version > self.policy_version:
             self.policy_version = policy_version
             self._cusum.value = 0.0
-        self._rounds, self._kept = self._rounds + 1, self._kept + accepted
         if not self._cusum.add(predicted, accepted):
             self._quiet += 1
             if self._quiet >= self.config.calm:
@@ -76,9 +80,8 @@ class DriftLadder:
             return "none"
         self.alarms += 1
         self._quiet = 0
-        response, kept = LADDER[self._rung], self._kept / self._rounds
-        self._rounds, self._kept = 0, 0.0
-        if response == "disable" and kept >= self.config.worth:
+        response = LADDER[self._rung]
+        if response == "disable" and self._kept >= self.config.worth * self._rounds > 0.0:
             return "train"
         self._tried += 1
         if response == "disable":

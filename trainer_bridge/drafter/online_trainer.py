@@ -52,6 +52,7 @@ class OnlineTrainer:
         recorded, promises = self.recorder.take()
         for one in recorded:
             self.buffer.add(one.item, one.anchors, one.accepted)
+        self.ladder.played([promise.accepted for promise in promises])
         answer: Response = "none"
         for promise in promises:
             answer = self.ladder.observe(promise.policy_version, promise.predicted, promise.accepted)

@@ -20,6 +20,8 @@ class TableCost:
     def __init__(self, seconds, draft=0.0):
         self.seconds, self.draft = seconds, draft
 
+    least_extra = 0.0
+
     def predict(self, shapes):
         return np.array([self.seconds[shape.tier] + self.draft * shape.drafting * shape.share for shape in shapes])
 

@@ -39,9 +39,12 @@ def test_the_ladder_is_climbed_rung_by_rung():
 def test_a_drafter_that_is_good_is_trained_and_never_stopped():
     """Promises of three drafts where one and a half are kept are drift without end, and worth drafting."""
     ladder = DriftLadder(DriftConfig(attempts=1, worth=1.0))
+    ladder.played([1.0, 2.0] * 100)
     answers = [ladder.observe(1, 3.0, 1.0 + number % 2) for number in range(2000)]
     assert set(answers) == {"none", "refit", "train"} and answers.count("train") > 50
     assert not ladder.disabled
+    for _ in range(4):
+        ladder.played([0.5] * 200)
     answers = [ladder.observe(1, 3.0, 0.5) for _ in range(200)]
     assert "disable" in answers and ladder.disabled
 

@@ -8,6 +8,7 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +27,8 @@ class DraftStep:
     `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
-    took in, None until they are with their samples. Without drafts it was expected to take `plain_seconds`, 0 where
-    that was not asked. By then `chances_BG` holds the verdict's chances of the rows
+    took in, None until they are with their samples. Plain steps were expected to bring each row `pace` tokens in the
+    step's time, without end where nobody compared them. By then `chances_BG` holds the verdict's chances of the rows
     that drafted, NaN where they are not known.
     """
 
@@ -37,7 +38,7 @@ class DraftStep:
     anchors: list[int]
     plan: StepPlan
     shape: StepShape
-    plain_seconds: float = 0.0
+    pace: float = math.inf
     drafts: list[list[int]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     proposal: Proposal | None = None

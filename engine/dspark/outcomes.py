@@ -19,7 +19,7 @@ from engine.request import Sample
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """By row: drafts made, verified, kept at most and accepted, tokens emitted, where its anchor stood, and the tokens
-    that plain steps would have brought it in the same time, as far as is known. Survivals are those that were
+    that plain steps were expected to bring it in the same time. Survivals are those that were
     predicted; chances are NaN where they are not known. Rows are those of `samples`, in so many `steps`, the last of
     which was planned as number `step`."""
 
@@ -47,7 +47,7 @@ class Outcomes:
         counts = step.keep[:rows], step.verdict.num_accepted[:rows], step.emitted[:rows], step.anchors[:rows]
         return Outcomes(
             *np.array((step.proposal.lens, verified, *counts), dtype=np.int64),
-            plainly_N=np.zeros(rows),
+            plainly_N=np.full(rows, step.pace),
             survival_NG=step.survival_BG,
             chances_NG=step.chances_BG,
             confidence_NG=None if confidence_BG is None else confidence_BG.double().cpu().numpy(),

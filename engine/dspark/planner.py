@@ -14,6 +14,7 @@ Shapes: B requests, G drafts a request, C candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,7 +107,7 @@ class Ranking:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
-    `capture`: by a graph that may have to be made for it. Without drafts the step takes `plain_seconds`."""
+    `capture`: by a graph that may have to be made for it. `pace`: the steps without drafts that fit into its time."""
 
     drafting: bool
     budget: int
@@ -116,7 +117,7 @@ class Choice:
     probe: bool = False
     slots: int = 0
     capture: bool = True
-    plain_seconds: float = 0.0
+    pace: float = math.inf
 
     @property
     def rate(self) -> float:
@@ -191,7 +192,7 @@ class Planner:
         else:
             self._without = 0
             self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
-        return replace(chosen, probe=probe and chosen.drafting, plain_seconds=plain.seconds)
+        return replace(chosen, probe=probe and chosen.drafting, pace=chosen.seconds / plain.seconds)
 
     def passed(self, steps: int) -> None:
         """Further steps of the last choice."""

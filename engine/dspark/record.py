@@ -9,7 +9,6 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -113,7 +112,7 @@ class Record:
     def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
         """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
         their drafts as one table gives it."""
-        many, plainly = False, self._plainly(steps, seconds)
+        many = False
         if seconds is not None and steps:
             # They differ in the contexts that they read, which grew, and were measured as one.
             context = sum(step.shape.context_queries for step in steps) / len(steps)
@@ -125,9 +124,11 @@ class Record:
             self._observe_drafts(step)
             many = many or len(step.survival_BG) > _MOST_REMEMBERED
             if outcomes is None:
-                self._wait(Outcomes.of(step), plainly)
+                self._waiting.append(Outcomes.of(step))
+                self._steps += 1
         if outcomes is not None:
-            self._wait(outcomes, plainly)
+            self._waiting.append(outcomes)
+            self._steps += outcomes.steps
         # The next plan is made of what a probe taught.
         urgent = any(step.plan.probe for step in steps)
         may_wait = many and self._online is not None and self._config.mode == "compact" and not urgent
@@ -137,19 +138,6 @@ class Record:
             for step in steps:
                 if step.verdict is not None:
                     self.on_round(step)
-
-    def _plainly(self, steps: Sequence[DraftStep], seconds: float | None) -> float:
-        """Tokens that plain steps bring each row in the time of one of these; without end where nobody has compared
-        them."""
-        drafted = next((step for step in steps if step.verdict is not None), None)
-        if drafted is None:
-            return 0.0
-        took = seconds or float(self._cost.predict([drafted.shape])[0])
-        return took / drafted.plain_seconds if drafted.plain_seconds else math.inf
-
-    def _wait(self, outcomes: Outcomes, plainly: float) -> None:
-        self._waiting.append(replace(outcomes, plainly_N=np.full(len(outcomes.samples), plainly)))
-        self._steps += outcomes.steps
 
     def _observe_drafts(self, step: DraftStep) -> None:
         self.probes += step.plan.probe
@@ -346,7 +334,7 @@ class Record:
 
     def _watch(self, outcomes: Outcomes) -> None:
         """Accepted drafts against those expected of verified ones, and what plain steps would have brought beyond what
-        came: of all rows, by length and by policy."""
+        came, by predicted times, as a hiccup is no drift: of all rows, by length and by policy."""
         number, samples = outcomes.step, outcomes.samples
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]

@@ -190,7 +190,7 @@ class DriftAlarm:
     """One-sided cumulative sum of (predicted - actual) accepted drafts per verified one.
 
     Sounds when more than `threshold` drafts, beyond `slack` of each, were missing from what was predicted
-    (calibration or drafter no longer fit the policy), and plain steps would have brought more than came since
+    (calibration or drafter no longer fit the policy), and plain steps would have brought as much as came since
     the sum began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
     """
 
@@ -205,7 +205,7 @@ class DriftAlarm:
         self._lost = self._lost + lost if self.level else 0.0
         if self.level <= self._threshold:
             return False
-        if self._lost > 0.0:
+        if self._lost >= 0.0:
             return True
         self.reset()
         return False

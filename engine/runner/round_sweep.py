@@ -64,7 +64,8 @@ class RoundSweep:
     def run(self, rows: int) -> list[tuple[StepShape, float]]:
         """Times of the most telling shapes first, as many as fit the configured seconds; captures take their own."""
         began, captured, times = time.perf_counter(), self._counters.graph_capture_seconds, []
-        for shape in self._shapes(_counts(rows)):
+        counts = _counts(rows)
+        for shape in (*self._shapes(counts), *self._shapes(_between(rows, counts), whole=False)):
             spent = time.perf_counter() - began - (self._counters.graph_capture_seconds - captured)
             if spent > self._config.sweep_seconds:
                 logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
@@ -77,10 +78,10 @@ class RoundSweep:
         for shape in self._shapes([rows]):
             self._time(shape)
 
-    def _shapes(self, counts: list[int]) -> list[StepShape]:
-        """Without drafts, with one a row, with three, with whole windows, and the first two of them behind short
-        contexts too, which tells rows and tokens apart. Where blocks are drafted by request, what planners ask for is
-        made of each (`engine.dspark.planner`), else all."""
+    def _shapes(self, counts: list[int], whole: bool = True) -> list[StepShape]:
+        """Without drafts, with one a row, with three, with `whole` windows, and the first two of them (without it no
+        others) behind short contexts too, which tells rows and tokens apart. Where blocks are drafted by request, what
+        planners ask for is made of each (`engine.dspark.planner`), else all."""
         if self._context < 1:
             return []
         for pool in (self._pages.pool, self._pages.draft_pool):
@@ -97,7 +98,9 @@ class RoundSweep:
                 budget = min(verify - count, most)
                 slots = slots_for(budget, most) if self._stepper.draft_tiers is not None else most
                 own.append(StepShape(count, verify, True, share=slots / most))
-            shapes += [_behind(shape, self._context) for shape in own] + [_behind(shape, short) for shape in own[:2]]
+            both = own[:2]
+            shapes += [_behind(shape, self._context) for shape in (own if whole else both)]
+            shapes += [_behind(shape, short) for shape in both]
         return shapes
 
     def _time(self, shape: StepShape) -> tuple[StepShape, float]:
@@ -171,6 +174,12 @@ def _behind(shape: StepShape, context: int) -> StepShape:
     """The shape with contexts of so many tokens."""
     read, queries = float(shape.rows * context), float(shape.tier * context)
     return replace(shape, tokens_read=read, context_queries=queries)
+
+
+def _between(rows: int, counts: list[int]) -> list[int]:
+    """Batches an octave from those. One draft a row is the cheapest round there is, and where kernels change with their
+    sizes others say little of it: what is not measured, and seems too long, is never tried."""
+    return [count for count in (rows >> shift for shift in range(rows.bit_length())) if count not in counts]
 
 
 def _counts(rows: int) -> list[int]:

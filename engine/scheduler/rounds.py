@@ -256,7 +256,7 @@ class DeviceRounds:
             accepted_N=accepted_D,
             emitted_N=emitted_N[drew],
             anchors_N=anchors_N[drew],
-            plainly_N=np.zeros(len(window_D)),
+            plainly_N=np.full(len(window_D), foreseen.pace),
             survival_NG=survival_DG,
             chances_NG=_chances(values_DPG[:, 2], verified_D, accepted_D),
             confidence_NG=None if confidence_DG is None else confidence_DG.astype(np.float64),
@@ -293,7 +293,6 @@ class DeviceRounds:
                     shape=replace(
                         foreseen.shape, rows=ran.padded, tier=ran.verify, context_queries=context, share=share
                     ),
-                    plain_seconds=foreseen.plain_seconds,
                     emitted=emitted[own],
                     drafts=verified[own],
                     keep=keep[own],

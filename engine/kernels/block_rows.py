@@ -57,7 +57,7 @@ def pack_blocks_reference(
     return packed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows", "tokens"])
 def _blocks_kernel(
     slots_ptr, window_ptr, anchor_ids_ptr, anchors_ptr, tables_ptr, table_stride, ids_ptr, positions_ptr, writes_ptr,
     lens_ptr, slots_out_ptr, drawn_ptr, starts_ptr, at_ptr, active_ptr, rows, tokens, mask_id,

@@ -56,7 +56,7 @@ def note_drafts_reference(
     return DraftNotes(ids_GB.t().contiguous(), confidence_BG, log_q_GB.t().contiguous())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _notes_kernel(
     hidden_ptr, anchor_ids_ptr, ids_ptr, log_q_ptr, weight_ptr, bias_ptr, w1_ptr, ids_out, confidence_out, log_q_out,
     at_ptr, rows, row_stride, draft_stride,

@@ -33,7 +33,7 @@ def markov_bias_reference(
     return (logits_BV.float() + codes_BR.float() @ w2_VR.float().t()).to(logits_BV.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def markov_bias_kernel(
     logits_ptr, previous_ptr, w1_ptr, w2_ptr, at_ptr, out_ptr, rows, V, logits_stride, out_stride,
     R: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,

@@ -85,7 +85,7 @@ class JudgeBuffers:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _seeds_kernel(slots_ptr, anchors_ptr, seed_ptr, sample_id_ptr, out_ptr, rows, WIDE: tl.constexpr, G: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.maximum(tl.load(slots_ptr + row).to(tl.int64), 0)
@@ -227,7 +227,7 @@ def _judge_kernel(
             tl.store(active_out + row, (tl.load(bad_ptr + start + whole) == 0).to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _residual_kernel(
     logits_ptr, logits_stride, q_ptr, q_row_stride, q_slot_stride, V, rows, drafts_ptr, emit_row_ptr, refused_ptr,
     active_ptr, record_ptr, cuts_ptr, log_q_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, position_ptr,

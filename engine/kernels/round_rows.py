@@ -143,7 +143,7 @@ def windows_reference(
     return torch.where(running, window.clamp(min=0), IDLE).to(torch.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows"])
 def _open_kernel(
     slots_ptr, most_ptr, room_ptr, finished_ptr, last_token_ptr, computed_ptr, new_ptr, max_new_ptr, tables_ptr,
     table_stride, window_ptr, anchor_ids_ptr, anchors_ptr, block_ids_ptr, block_positions_ptr, block_writes_ptr,
@@ -272,7 +272,7 @@ def pack_rows_reference(
     return packed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows", "verify"])
 def _pack_kernel(
     slots_ptr, window_ptr, lens_ptr, anchor_ids_ptr, anchors_ptr, drafts_ptr, tables_ptr, table_stride, ids_ptr,
     positions_ptr, writes_ptr, slots_out_ptr, owner_ptr, ends_ptr, starts_ptr, seq_lens_ptr, rows, verify,

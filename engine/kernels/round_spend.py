@@ -59,7 +59,7 @@ def _granted(keys_BW, k_W, budget, G: tl.constexpr):
     return taken_B
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _spend_kernel(
     survival_ptr, confidence_ptr, temperatures_ptr, window_ptr, least_ptr, budget_ptr, out_ptr, rows,
     G: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CALIBRATE: tl.constexpr, SPEND: tl.constexpr,

@@ -73,7 +73,7 @@ def drawn_at(columns: SampleColumns, positions_R: torch.Tensor, seeds_R: torch.T
     return dataclasses.replace(columns, position_S=positions_R, seed_S=seeds_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _columns_kernel(
     slots_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, definition_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, count_row_ptr, bias_row_ptr, mask_row_ptr, min_until_ptr, owner_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -97,3 +98,16 @@ def test_kernels_compile(entry: Callable[[int], None], capability: int) -> None:
 )
 def test_other_variants_compile(entry: Callable[[int], None]) -> None:
     compile_all(entry, 90)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["block_rows", "draft_notes", "markov_bias", "round_judge", "round_rows", "round_spend", "row_columns"],
+)
+def test_sizes_of_a_rounds_graph_compile_nothing_anew(module: str) -> None:
+    """Rounds meet ever new numbers of rows while they serve: a variant for those that are 1 or divide by 16 would be
+    compiled when the first such graph is made, and stop everything."""
+    names = vars(importlib.import_module(f"engine.kernels.{module}"))
+    parameters = [p for name, kernel in names.items() if name.endswith("_kernel") for p in kernel.params]
+    sizes = [p for p in parameters if p.name in ("rows", "verify", "tokens", "table_stride") and not p.is_constexpr]
+    assert sizes and all(p.do_not_specialize for p in sizes), [p.name for p in sizes if not p.do_not_specialize]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.request import Sample
 from engine.sampling.noise import WORD_SCALE, HostNoise, device_words
 from engine.sampling.seeds import USE_ACCEPT, NoiseKey
 
@@ -67,6 +68,12 @@ class RoundNoise:
             column([slot | use << 32 for slot in slots]),
             column([self._sample_ids[row] for row in rows]),
         )
+
+
+def noise_of(samples: Sequence[Sample], anchors: Sequence[int], device: torch.device) -> RoundNoise:
+    """That of a round of these."""
+    ids = [noise_id(sample.group.request.group_id, sample.index) for sample in samples]
+    return RoundNoise([sample.row.seed for sample in samples], ids, anchors, device)
 
 
 def noise_id(group_id: str, index: int) -> int:

@@ -34,7 +34,7 @@ from engine.dspark.persistence import Foresight
 from engine.dspark.picks import CoupledPick, RejectionPick
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
-from engine.dspark.round_noise import RoundNoise, noise_id
+from engine.dspark.round_noise import noise_of
 from engine.dspark.scaling import SurvivalScaling, as_table, stored_scaling
 from engine.memory.transfer import send
 from engine.request import Sample
@@ -79,7 +79,6 @@ class Speculation:
         self._keys_S = np.zeros(pages.table.num_slots, dtype=np.int64)
         """Key of the sequence that the drafter was told of by slot, 0 for none."""
         self._residents: dict[int, Sample] = {}
-        """Their samples."""
         self._told: dict[int, int] = {}
         """Slot -> tokens that it surely knows of it; rounds tell it more."""
         self.alternation: Alternation | None = None
@@ -162,12 +161,12 @@ class Speculation:
         """What is known of each row's survivals before it drafts, float64 [B, G]."""
         kinds = self.record.kinds(rows.samples)
         prior_BG = self.record.priors(rows.samples, kinds)
-        survival_BG = self._foresight.survivals(self._step, rows.keys_B.tolist(), kinds, prior_BG)
-        return survival_BG[:, : self.max_drafts]
+        return self._foresight.survivals(self._step, rows.keys_B.tolist(), kinds, prior_BG)[:, : self.max_drafts]
 
     def _note(self, step: int, samples: Sequence[Sample], keys: Sequence[int], survival_BG: np.ndarray) -> None:
-        """What drafters were sure of, for later steps."""
-        self._foresight.note(step, keys, survival_BG * self.record.kept(self.record.kinds(samples)))
+        """What drafters were sure of, for later steps: of the first of these."""
+        kinds = self.record.kinds(samples[: len(survival_BG)])
+        self._foresight.note(step, keys[: len(kinds)], survival_BG * self.record.kept(kinds))
 
     def _plan(self, rows: Rows, most_B: np.ndarray) -> tuple[DraftStep, Rows, np.ndarray]:
         """The step without drafts, but with its budget, its rows and the most drafts of each. Where their
@@ -245,11 +244,7 @@ class Speculation:
         rows = [sample.row for sample in samples]
         if self.config.rule == "coupled":
             return CoupledPick(rows, anchors, self._sampler)
-        return RejectionPick(rows, anchors, self._noise(samples, anchors))
-
-    def _noise(self, samples: list[Sample], anchors: list[int]) -> RoundNoise:
-        ids = [noise_id(sample.group.request.group_id, sample.index) for sample in samples]
-        return RoundNoise([sample.row.seed for sample in samples], ids, anchors, self._device)
+        return RejectionPick(rows, anchors, noise_of(samples, anchors, self._device))
 
     # --- what the target said -----------------------------------------------------------------
 
@@ -272,7 +267,7 @@ class Speculation:
             step.verdict = verify_coupled(logits_RV, round, self._sampler)
         else:
             round.logits_BGV = step.proposal.logits_BGV
-            step.verdict = verify_rejection(logits_RV, round, self._noise(step.samples, step.anchors))
+            step.verdict = verify_rejection(logits_RV, round, noise_of(step.samples, step.anchors, self._device))
         return [min(pair) for pair in zip(step.verdict.num_accepted, step.keep, strict=True)]
 
     def commit(
@@ -327,8 +322,7 @@ class Speculation:
         confidences of the last one that had any are news too."""
         for step in reversed(rounds):
             if step.proposal is not None and step.proposal.confidence_BG is not None:
-                drafted = len(step.survival_BG)
-                self._note(step.plan.step, step.samples[:drafted], step.keys[:drafted], step.survival_BG)
+                self._note(step.plan.step, step.samples, step.keys, step.survival_BG)
                 break
         self.record.observe(rounds, seconds, outcomes)
         if not self.captured_layers:
@@ -399,8 +393,7 @@ class Speculation:
         self.record.new_policy()
 
     def new_drafter(self) -> None:
-        """The drafter has other weights, whole ones. States of cached tokens stay those of the old ones:
-        that costs acceptance where they are met, and nothing else."""
+        """The drafter has other weights. States of cached tokens stay those of the old ones: that costs acceptance."""
         self.faulty = None
         self._foresight.renew()
         self._planner.renew()

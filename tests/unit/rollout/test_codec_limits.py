@@ -38,18 +38,26 @@ HOSTILE = {
 }
 
 
+def counting() -> float:
+    """CPU seconds that a million empty rounds of a loop take here and now."""
+    started = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    return time.process_time() - started
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_case_n3_hostile_bodies(name):
     body = HOSTILE[name]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
+    shares = []
     for _ in range(3):
         started = time.process_time()
         with pytest.raises(SparkrollError) as refusal:
             decode(body, GroupRequest)
-        seconds.append(time.process_time() - started)
-    # The best of three: other work on the machine slows a run, never speeds one up.
-    assert min(seconds) < 0.1
+        shares.append((time.process_time() - started) / counting())
+    # Beside what the machine does at this moment; the best of three, as that may change between the two.
+    assert min(shares) < 8.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
     assert refusal.value.code in ("INVALID", "TOO_LARGE")
     if name.startswith("many"):

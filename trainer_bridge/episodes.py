@@ -95,8 +95,9 @@ def _begin(
     group_id: str, seed: int, environments: Sequence[Environment], codec: TextCodec, temperature: float
 ) -> list[_Running]:
     # The same words are rendered once: a template and a tokenizer take longer than some steps.
-    words = list(dict.fromkeys(environment.reset() for environment in environments))
-    prompts = [observation_ids(observation, codec, first=True) for observation in words]
+    words = [environment.reset() for environment in environments]
+    others = [observation for observation in words[1:] if observation != words[0]]
+    prompts = [observation_ids(observation, codec, first=True) for observation in (*words[:1], *others)]
     if not prompts or any(not np.array_equal(prompt, prompts[0]) for prompt in prompts):
         raise InvalidRequest(field=f"group {group_id}", expected="one first observation", actual=len(prompts))
     return [

@@ -128,7 +128,7 @@ class CostModel:
     def seed(self, sweep: Sequence[tuple[StepShape, float]]) -> None:
         """Fit the start-up sweep, as one and without counting errors."""
         for shape, seconds in sweep:
-            self._learn(shape, self._features(shape), seconds, 0.0, bounded=False)
+            self._learn(shape, seconds, 0.0, bounded=False)
 
     def observe(self, shape: StepShape, seconds: float, steps: int = 1) -> None:
         """Take in a measured step, or the mean of `steps` that were measured as one. One that is further off what was
@@ -142,7 +142,7 @@ class CostModel:
             self.errors.relative += abs(predicted - seconds) / seconds * steps
             self.errors.predicted += predicted * steps
             self.errors.measured += seconds * steps
-        self._learn(shape, self._features(shape), seconds, self._wander, bounded=True, steps=steps)
+        self._learn(shape, seconds, self._wander, bounded=True, steps=steps)
         if self.on_observed is not None:
             self.on_observed(self)
 
@@ -243,12 +243,11 @@ class CostModel:
         at = size - 2 if shape.drafting else size - 4
         return [*terms, (at, shape.tokens_read / _KV_UNIT), (at + 1, shape.context_queries / _KV_UNIT)]
 
-    def _learn(
-        self, shape: StepShape, features_D: np.ndarray, seconds: float, wander: float, bounded: bool, steps: int = 1
-    ) -> None:
+    def _learn(self, shape: StepShape, seconds: float, wander: float, bounded: bool, steps: int = 1) -> None:
         """One update of the filter on the relative error, 1 - prediction / seconds."""
         if not self.observed:
             self._unit = float(seconds)
+        features_D = self._features(shape)
         same = self._nearby.add(_point(shape), features_D, seconds)
         scaled_D = features_D * (self._unit / seconds)
         residual = 1.0 - float(scaled_D @ self._coefficients_D)

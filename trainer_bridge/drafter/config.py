@@ -179,8 +179,8 @@ class DraftOptimConfig:
 class DriftConfig:
     """A sum of (predicted - accepted - `slack`) drafts a round that reaches `threshold` is drift. Each rung but
     the last is tried `attempts` times; `calm` rounds without drift go one rung down. Drafting is stopped only where
-    fewer than `worth` drafts a round are kept: what is promised too much of a drafter that is
-    good is for planning to discount (`engine.dspark.promises`), and for training to mend."""
+    fewer than `worth` drafts a round are kept: what is promised too much of a drafter that is good is for planning to
+    discount (`engine.dspark.promises`), and for training to mend."""
 
     slack: float = 0.1
     threshold: float = 20.0

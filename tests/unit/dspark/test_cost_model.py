@@ -6,6 +6,7 @@ import pytest
 from engine.dspark.cost_file import CostFile
 from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
 from engine.errors import InvalidRequest
+from engine.runner.round_sweep import _between, _counts
 
 ROWS, TIERS = [1, 4, 16, 64], [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512]
 KEY = CostKey(model="m", device="d", graphs="1,2,4")
@@ -43,6 +44,13 @@ def relative_errors(model, count=200):
 def test_a_sweep_of_few_steps_predicts_others():
     assert len(sweep_shapes(ROWS, TIERS, 7, [128, 4096])) < 40
     assert np.mean(relative_errors(seeded())) < 0.05
+
+
+def test_the_start_meets_every_octave_of_rows():
+    for rows in (1, 4, 48, 256):
+        counts = _counts(rows)
+        octaves = [rows >> shift for shift in range(rows.bit_length())]
+        assert sorted(counts + _between(rows, counts), reverse=True) == octaves
 
 
 def test_measured_steps_refine_it_and_a_machine_that_changes_is_followed():
@@ -128,6 +136,16 @@ def test_a_kind_that_no_sum_explains_is_right_all_the_same():
             model.observe(other, law(other))
     assert model.predict([slow])[0] == pytest.approx(2.0 * law(slow), rel=0.02)
     assert model.predict(others) == pytest.approx([law(other) for other in others], rel=0.05)
+
+
+def test_what_drafting_costs_at_least_is_that_of_the_quickest_steps():
+    model = CostModel([1, 8], [1, 8, 64])
+    assert model.least_extra == 0.0
+    model.observe(StepShape(1, 1, False), 0.004)
+    assert model.least_extra == 0.0
+    for seconds in (0.007, 0.006, 0.5):
+        model.observe(StepShape(1, 8, True), seconds)
+    assert model.least_extra == pytest.approx(0.002)
 
 
 def test_errors_are_of_predictions_made_before_the_step():

@@ -2,11 +2,16 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from engine.dspark.block_estimate import BlockEstimate
+from engine.dspark.config import DSparkConfig
+from engine.dspark.cost_model import CostModel
+from engine.dspark.record import Record
+from engine.dspark.scaling import SurvivalScaling
 from engine.dspark.stats import DraftStats
 
 
@@ -113,3 +118,22 @@ def test_bounds_hold_on_average_over_all_that_can_happen():
             lower += weight * a1 * p[bonus] * sums.lower
             upper += weight * a1 * p[bonus] * sums.upper
     assert lower <= whole <= upper and upper - lower < 0.7
+
+
+def test_what_a_probe_taught_is_known_to_the_next_plan():
+    """Outcomes of many requests are summed up some steps at a time, but for those that decide what comes next."""
+    traits = SimpleNamespace(max_drafts=4, has_confidence=True)
+    record = Record(DSparkConfig(mode="compact"), traits, CostModel([1], [1]), SurvivalScaling(4))
+    added = []
+    record._add = lambda outcomes, steps: added.append(outcomes)
+    record._observe_drafts = lambda step: None
+
+    def observe(probe):
+        step = SimpleNamespace(verdict=True, survival_BG=np.zeros((64, 4)), plan=SimpleNamespace(probe=probe))
+        record.observe([step], None, SimpleNamespace(samples=[None], steps=1))
+
+    observe(False)
+    assert not added
+    record._waiting.clear()
+    observe(True)
+    assert len(added) == 1

@@ -110,6 +110,22 @@ def test_a_saturated_step_is_not_drafted_for_and_probes_bring_drafting_back():
     assert planner.choose(view).probe, "it has paid since, and steps count that nobody asked about"
 
 
+def test_a_new_drafter_is_tried_at_once():
+    cost = TableCost({rows: 0.1 * rows for rows in range(1, 30)}, draft=0.5)
+    planner, view = Planner(cost, None, probe_every=5), outlook(np.full((4, 3), 0.4))
+    assert not planner.choose(view).drafting
+    planner.renew()
+    assert planner.choose(view).probe and not planner.choose(view).drafting
+
+
+def test_no_round_is_thought_quicker_than_a_plain_step_and_what_drafting_costs_one_row():
+    """A fit that is absurd of what nobody measured promises a round in no time."""
+    cost = TableCost({2: 1.0, 4: 0.01, 8: 0.01})
+    cost.least_extra = 0.5
+    choice = Planner(cost, [2, 4, 8]).choose(outlook([[0.9, 0.8, 0.1], [0.2, 0.1, 0.05]]))
+    assert choice.drafting and choice.seconds == 1.5 and choice.pace == 1.5
+
+
 def test_an_off_switch_leaves_plain_steps_and_probes():
     planner = Planner(TableCost({rows: 1.0 for rows in range(1, 30)}), None, probe_every=3)
     taken = [planner.choose(outlook(np.full((2, 3), 0.9)), allowed=False) for _ in range(4)]

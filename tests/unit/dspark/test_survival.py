@@ -77,6 +77,17 @@ def test_fading_follows_a_change():
     assert float(estimate.survival("g", 1)[0]) < 0.1
 
 
+def test_a_new_drafter_starts_from_the_old_one_and_outweighs_it_soon():
+    estimate = AcceptanceEstimate(1)
+    for _ in range(200):
+        estimate.observe("g", 1, [0.0])
+    estimate.renew(0.1)
+    assert float(estimate.survival("g", 1)[0]) < 0.1
+    for _ in range(20):
+        estimate.observe("g", 1, [1.0])
+    assert float(estimate.survival("g", 1)[0]) > 0.7
+
+
 def test_the_alarm_sounds_on_lost_drafts_and_not_on_noise():
     rng = np.random.default_rng(0)
     honest = DriftAlarm()

@@ -52,6 +52,26 @@ class Bytes:
         return "".join(chr(i) for i in ids)
 
 
+def test_words_that_open_a_group_are_rendered_once() -> None:
+    codec, rendered = Bytes(), []
+    render = codec.render
+    codec.render = lambda messages, *, first: rendered.append(messages) or render(messages, first=first)
+
+    def environments(words: str):
+        observation = Observation(messages=(Message("user", words),))
+        return [SingleTurn(observation, lambda action: 1.0) for _ in range(8)]
+
+    def generate(turns: list[Turn]) -> list[GroupOutput]:
+        return [group([output([5], index) for index in range(turn.n)]) for turn in turns]
+
+    groups = [("a", 0, environments("one")), ("b", 1, environments("two"))]
+    played = play(groups, generate, codec, temperature=1.0, max_turns=1)
+    assert len(rendered) == 2 and [len(members) for members in played] == [8, 8]
+    mixed = [("c", 2, [*environments("one")[:4], *environments("two")[:4]])]
+    with pytest.raises(InvalidRequest, match="one first observation"):
+        play(mixed, generate, codec, temperature=1.0, max_turns=1)
+
+
 def test_case_b8_samples_carry_the_versions_of_their_tokens_not_of_the_reply() -> None:
     spans = [Span(start=0, end=10, policy_version=0), Span(start=10, end=40, policy_version=1)]
     sample = recorded(output(list(range(40)), spans=spans))

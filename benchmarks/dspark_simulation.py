@@ -219,9 +219,12 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         began = time.thread_time()
         cost.observe(shape, measured(shape))
         planning += time.thread_time() - began
-        for key, length, emitted in zip(keys, lens_B.tolist(), tokens_B.tolist(), strict=True):
-            if length:
-                estimate.observe(key, 0, [1.0] * (emitted - 1) + [0.0] * (emitted - 1 < length))
+        accepted_B1, place_G = tokens_B[:, None] - 1, np.arange(DRAFTS)
+        told_BG = (place_G <= accepted_B1) & (place_G < lens_B[:, None])
+        chances_BG = np.where(told_BG, place_G < accepted_B1, np.nan)
+        estimate.observe_kinds([(None, None)] * rows, chances_BG)
+        for key, chances_G in zip(keys, chances_BG.tolist(), strict=True):
+            estimate.observe(key, 0, [chance for chance in chances_G if chance == chance])
         if counts:
             result.seconds += seconds
             result.tokens += int(tokens_B.sum())

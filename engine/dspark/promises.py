@@ -13,6 +13,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from engine.dspark.survival import sums_by
+
 _FADE = 0.998
 """Of what is known, for each row that is learnt."""
 _LEANING = 4.0
@@ -30,7 +32,7 @@ class Promises:
         """Survivals that were promised of rows, and what became of them, NaN where that is not known."""
         seen_NG = ~np.isnan(labels_NG)
         parts_2NG = np.stack((np.where(seen_NG, labels_NG, 0.0), np.where(seen_NG, survival_NG, 0.0)))
-        for kind, count, own_2G in _by_kind(kinds, parts_2NG):
+        for kind, count, own_2G in sums_by(kinds, parts_2NG):
             known = self._sums.pop(kind, None)
             self._sums[kind] = own_2G if known is None else known * _FADE**count + own_2G
         while len(self._sums) > _MOST_KINDS:
@@ -57,13 +59,3 @@ class Promises:
             ratio = (kept + _LEANING * ratio) / (promised + _LEANING)
             ratios.append(ratio)
         return ratios
-
-
-def _by_kind(kinds: Sequence[Hashable], parts_2NG: np.ndarray) -> list[tuple[Hashable, int, np.ndarray]]:
-    """Each kind, its rows and their sums."""
-    places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
-    if len(places) == 1:
-        return [(next(iter(places)), len(kinds), parts_2NG.sum(1))]
-    place_N = np.array([places[kind] for kind in kinds])
-    sums = [(kind, place_N == place) for kind, place in places.items()]
-    return [(kind, int(own_N.sum()), parts_2NG[:, own_N].sum(1)) for kind, own_N in sums]

@@ -259,14 +259,15 @@ class Record:
         labels_NG = labels_of(outcomes.chances_NG, verified_N)
         some = slice(None, None, -(-len(samples) // _MOST_FITTED))
         self.reliability.observe(outcomes.survival_NG, labels_NG)
-        self._promises.observe(self.kinds(samples[some]), outcomes.survival_NG[some], labels_NG[some])
+        names = self.kinds(samples[some])
+        self._promises.observe(names, outcomes.survival_NG[some], labels_NG[some])
+        self._estimate.observe_kinds(names, outcomes.chances_NG[some], steps, len(samples) / len(names))
         turns = self._turns(len(samples), self._batches)
         for row, chances_G in zip(turns, outcomes.chances_NG[turns].tolist(), strict=True):
             # All but NaN.
             chances = [chance for chance in chances_G if chance == chance]
             if chances:
-                (names,) = self.kinds(samples[row : row + 1])
-                self._estimate.observe(samples[row].group.arrival, samples[row].order, chances, *names)
+                self._estimate.observe(samples[row].group.arrival, samples[row].order, chances)
         self._batches += 1
         self._watch(outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,9 @@ _OLDEST = 8
 _MOST_POLICIES = 1024
 _MOST_KINDS = 1024
 _POLICY_THRESHOLD = 32.0
+_SURE = 1e-3
+"""Chances this close to 0 or 1 are told apart no more."""
+K = TypeVar("K", bound=Hashable)
 
 
 class LaggedSurvivals:
@@ -76,37 +80,54 @@ class AcceptanceEstimate:
     """Running means of the chance that draft k is accepted given that those before were: over everything, by
     policy where there are several, by `kind` of requests where one is named, by group, and by request. A narrower
     mean leans on the wider one with the weight of `leaning` observations, so that a new request starts from its
-    group, a new group from its kind, a new kind from its policy and a new policy from all.
+    group, a new group from its kind, a new kind from its policy and a new policy from all. What sets it apart at one
+    draft (a factor of odds) it is taken to have at the next, until that says otherwise: requests that are found good
+    for two drafts are asked for a third.
 
-    `fade` is what an observation keeps of its weight with each later one.
+    `fade` is what an observation of a group or request keeps of its weight with each later one, `fade_wide` that of
+    the wider ones with each later step: they speak of all requests that ran, not of the last to end.
     """
 
-    def __init__(self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 4.0) -> None:
-        self._start, self._fade, self._leaning = start, fade, leaning
+    def __init__(
+        self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 4.0, fade_wide: float = 0.99
+    ) -> None:
+        self._start, self._fade, self._leaning, self._fade_wide = start, fade, leaning, fade_wide
         self._width = max_drafts
-        self._wide: dict[Hashable, _Sums] = {}
-        """Those of more than a group, by level and name."""
+        self._wide: dict[Hashable, np.ndarray] = {}
+        """Those of more than a group, float64 [2, G], by level and name."""
         self._groups: dict[Hashable, _Sums] = {}
         self._requests: dict[Hashable, _Sums] = {}
         self._policies: dict[Hashable, None] = {}
         self._kinds: dict[Hashable, None] = {}
 
-    def observe(
+    def observe_kinds(
         self,
-        group: Hashable,
-        request: Hashable,
-        chances: Sequence[float],
-        policy: str | None = None,
-        kind: Hashable | None = None,
+        names: Sequence[tuple[str | None, Hashable | None]],
+        chances_NG: np.ndarray,
+        steps: int = 1,
+        weight: float = 1.0,
     ) -> None:
-        """Chances of the drafts that a step verified, in order; 0 or 1 where only outcomes are known."""
+        """Chances of drafts of rows in so many steps, by the policies and kinds `names` of their requests, NaN where
+        nothing was verified; 0 or 1 where only outcomes are known. Each row stands for `weight` of them."""
+        seen_NG = ~np.isnan(chances_NG)
+        parts_2NG = weight * np.stack((np.where(seen_NG, chances_NG, 0.0), seen_NG))
+        added: dict[Hashable, np.ndarray] = {}
+        for (policy, kind), _, own_2G in sums_by(names, parts_2NG):
+            self._meet("policy", policy, self._policies, _MOST_POLICIES)
+            self._meet("kind", None if kind is None else (policy, kind), self._kinds, _MOST_KINDS)
+            for key in _wider(policy, kind):
+                added[key] = added[key] + own_2G if key in added else own_2G
+        fade = self._fade_wide**steps
+        for key, own_2G in added.items():
+            known = self._wide.get(key)
+            self._wide[key] = own_2G if known is None else known * fade + own_2G
+
+    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float]) -> None:
+        """The same of one request, of the drafts that a step verified, in order."""
         count = min(len(chances), self._width)
-        self._meet("policy", policy, self._policies, _MOST_POLICIES)
-        self._meet("kind", None if kind is None else (policy, kind), self._kinds, _MOST_KINDS)
         # A row's few numbers are quicker one by one than as arrays.
         fade, width = self._fade, self._width
-        levels = [(self._wide, key) for key in _wider(policy, kind)]
-        for level, key in (*levels, (self._groups, group), (self._requests, request)):
+        for level, key in ((self._groups, group), (self._requests, request)):
             sums = level.get(key)
             if sums is None:
                 sums = level[key] = ([0.0] * width, [0.0] * width)
@@ -115,47 +136,55 @@ class AcceptanceEstimate:
                 kept[k] = kept[k] * fade + chances[k]
                 seen[k] = seen[k] * fade + 1.0
 
-    def survival(
-        self, group: Hashable, request: Hashable, policy: str | None = None, kind: Hashable | None = None
-    ) -> np.ndarray:
-        """float64 [G]: the chance that all drafts up to each position are accepted."""
-        return self.survivals([group], [request], [(policy, kind)])[0]
-
     def survivals(
         self,
         groups: Sequence[Hashable],
         requests: Sequence[Hashable],
         names: Sequence[tuple[str | None, Hashable | None]],
     ) -> np.ndarray:
-        """The same [B, G] of many, `names` their policies and kinds. What those lean on is worked out once."""
+        """The chance that all drafts up to each position are accepted, float64 [B, G]; `names` are policies and kinds.
+        What requests lean on is worked out once."""
         places: dict[tuple[str | None, Hashable | None], int] = {}
         place_B = [places.setdefault(pair, len(places)) for pair in names]
-        means_BG = np.array([self._widest(*pair) for pair in places])[place_B]
-        self._lean(means_BG, self._groups, groups)
-        self._lean(means_BG, self._requests, requests)
+        means_BG = np.concatenate([self._widest(*pair) for pair in places])[place_B]
+        self._narrow(means_BG, self._groups, groups)
+        self._narrow(means_BG, self._requests, requests)
         return np.multiply.accumulate(means_BG, axis=1)
 
-    def _widest(self, policy: str | None, kind: Hashable | None) -> list[float]:
-        """Means of all requests of a policy and kind."""
-        means, leaning = [self._start] * self._width, self._leaning
+    def _widest(self, policy: str | None, kind: Hashable | None) -> np.ndarray:
+        """Means of all requests of a policy and kind, float64 [1, G]."""
+        means_1G = np.full((1, self._width), self._start)
         for key in _wider(policy, kind):
-            if (sums := self._wide.get(key)) is not None:
-                means = [(k + leaning * mean) / (n + leaning) for k, n, mean in zip(*sums, means, strict=True)]
-        return means
+            if (sums_2G := self._wide.get(key)) is not None:
+                means_1G = self._leant(sums_2G[None], means_1G)
+        return means_1G
 
-    def _lean(self, means_BG: np.ndarray, level: dict[Hashable, _Sums], names: Sequence[Hashable]) -> None:
+    def _narrow(self, means_BG: np.ndarray, level: dict[Hashable, _Sums], names: Sequence[Hashable]) -> None:
         """Put the means of `names`, where they have any, in place of the wider ones that they lean on."""
         known = [b for b, name in enumerate(names) if name in level]
         if known:
             # Thousands of numbers in lists: told one after another they are there in half the time.
             numbers = chain.from_iterable(chain.from_iterable(level[names[b]] for b in known))
             sums_K2G = np.fromiter(numbers, np.float64).reshape(len(known), 2, self._width)
-            leant_KG = sums_K2G[:, 0] + self._leaning * means_BG[known]
-            means_BG[known] = leant_KG / (sums_K2G[:, 1] + self._leaning)
+            means_BG[known] = self._leant(sums_K2G, means_BG[known])
+
+    def _leant(self, sums_K2G: np.ndarray, wide_KG: np.ndarray) -> np.ndarray:
+        """Means of these sums where they say anything, and what they lean on where not, float64 [K, G]."""
+        leaning, odds_KG, means_KG = self._leaning, _odds(wide_KG), np.empty_like(wide_KG)
+        apart_K = 1.0
+        for k in range(self._width):
+            expected_K = apart_K * odds_KG[:, k]
+            expected_K = expected_K / (1.0 + expected_K)
+            mean_K = (sums_K2G[:, 0, k] + leaning * expected_K) / (sums_K2G[:, 1, k] + leaning)
+            means_KG[:, k] = mean_K
+            apart_K = _odds(mean_K) / odds_KG[:, k]
+        return means_KG
 
     def renew(self, left: float) -> None:
         """Drafter or target are others: what is known weighs `left` of what it did."""
-        for level in (self._wide, self._groups, self._requests):
+        for sums_2G in self._wide.values():
+            sums_2G *= left
+        for level in (self._groups, self._requests):
             for sums in level.values():
                 for part in sums:
                     part[:] = [left * number for number in part]
@@ -175,6 +204,21 @@ class AcceptanceEstimate:
             oldest = next(iter(known))
             del known[oldest]
             self._wide.pop((level, oldest), None)
+
+
+def _odds(chances: np.ndarray) -> np.ndarray:
+    chances = np.clip(chances, _SURE, 1.0 - _SURE)
+    return chances / (1.0 - chances)
+
+
+def sums_by(kinds: Sequence[K], parts_2NG: np.ndarray) -> list[tuple[K, int, np.ndarray]]:
+    """Each kind of rows, how many there are and their sums [2, G]."""
+    places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    if len(places) == 1:
+        return [(next(iter(places)), len(kinds), parts_2NG.sum(1))]
+    place_N = np.array([places[kind] for kind in kinds])
+    sums = [(kind, place_N == place) for kind, place in places.items()]
+    return [(kind, int(own_N.sum()), parts_2NG[:, own_N].sum(1)) for kind, own_N in sums]
 
 
 def _wider(policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:

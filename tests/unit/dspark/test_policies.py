@@ -84,10 +84,10 @@ def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for
 
 def test_a_new_group_starts_from_its_policy():
     estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
-    for number in range(40):
-        estimate.observe("easy", number, [1.0], "near")
-        estimate.observe("hard", number, [0.0], "far")
-    near, far, new = (float(estimate.survival("new", "r", policy)[0]) for policy in ("near", "far", "unseen"))
+    for _ in range(40):
+        estimate.observe_kinds([("near", None), ("far", None)], np.array([[1.0], [0.0]]))
+    names = [("near", None), ("far", None), ("unseen", None)]
+    near, far, new = estimate.survivals(["new"] * 3, ["r"] * 3, names)[:, 0].tolist()
     assert far < 0.1 < new < 0.9 < near
 
 

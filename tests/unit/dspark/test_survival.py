@@ -31,61 +31,95 @@ def test_short_blocks_speak_for_longer_ones():
     np.testing.assert_allclose(carried, [[0.9, 0.5, 0.1], [0.9, 0.64, 0.512], [0.0, 0.0, 0.0]], atol=1e-12)
 
 
+def tell(estimate, group, request, chances, policy=None, kind=None):
+    """What one row of one step was found to keep."""
+    estimate.observe_kinds([(policy, kind)], np.array([chances]))
+    estimate.observe(group, request, chances)
+
+
+def asked(estimate, group, request, policy=None, kind=None):
+    return estimate.survivals([group], [request], [(policy, kind)])[0]
+
+
 def test_estimates_settle_on_what_is_seen():
-    estimate = AcceptanceEstimate(3, start=0.7, fade=1.0, leaning=2.0)
-    assert estimate.survival("g", 1) == pytest.approx([0.7, 0.49, 0.343])
+    estimate = AcceptanceEstimate(2, start=0.7, fade=1.0, leaning=2.0)
+    assert asked(estimate, "g", 1) == pytest.approx([0.7, 0.49])
     for _ in range(400):
-        estimate.observe("g", 1, [0.9, 0.5])
-    assert estimate.survival("g", 1)[:2] == pytest.approx([0.9, 0.45], abs=0.01)
-    assert estimate.survival("g", 1)[2] == pytest.approx(0.45 * 0.7, abs=0.01)
+        tell(estimate, "g", 1, [0.9, 0.5])
+    assert asked(estimate, "g", 1) == pytest.approx([0.9, 0.45], abs=0.01)
+
+
+def test_what_is_found_of_some_drafts_is_expected_of_later_ones():
+    """Of all requests the third draft is kept half as often as the first. One that is found better at two is asked for
+    the third, until that is found worse."""
+    estimate = AcceptanceEstimate(3, fade=1.0, fade_wide=1.0)
+    odds = np.array([3.0, 2.0, 1.0])
+    estimate.observe_kinds([("", "kind")], (odds / (1 + odds))[None], weight=1e6)
+    for _ in range(400):
+        estimate.observe("g", 1, (3 * odds[:2] / (1 + 3 * odds[:2])).tolist())
+    chances = asked(estimate, "g", 1, "", "kind")
+    assert chances[2] / chances[1] == pytest.approx(3 / 4, abs=0.01), "three times the odds here too"
+    for _ in range(400):
+        estimate.observe("g", 1, [0.9, 0.86, 0.2])
+    chances = asked(estimate, "g", 1, "", "kind")
+    assert chances[2] / chances[1] == pytest.approx(0.2, abs=0.01)
+
+
+def test_kinds_speak_of_all_rows_of_their_steps():
+    """Many rows that keep everything, then a few stragglers that keep nothing: what begins next is none of those."""
+    estimate = AcceptanceEstimate(1)
+    estimate.observe_kinds([(None, None)] * 100, np.ones((100, 1)), weight=2.0)
+    for _ in range(10):
+        estimate.observe_kinds([(None, None)] * 3, np.array([[0.0], [0.0], [np.nan]]))
+    assert float(asked(estimate, "new", "new")[0]) == pytest.approx(200 * 0.99**10 / (200 * 0.99**10 + 19.2), abs=0.01)
 
 
 def test_new_requests_start_from_their_group_and_new_groups_from_all():
     estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
     for request in range(20):
-        estimate.observe("easy", f"e{request}", [1.0] * 1)
-        estimate.observe("hard", f"h{request}", [0.0] * 1)
-    easy, hard, new = (float(estimate.survival(g, "new")[0]) for g in ("easy", "hard", "other"))
+        tell(estimate, "easy", f"e{request}", [1.0])
+        tell(estimate, "hard", f"h{request}", [0.0])
+    easy, hard, new = (float(asked(estimate, g, "new")[0]) for g in ("easy", "hard", "other"))
     assert easy > 0.9 and hard < 0.1 and 0.4 < new < 0.6
     estimate.forget_group("easy")
-    assert float(estimate.survival("easy", "new")[0]) == new
-    before = float(estimate.survival("hard", "h1")[0])
+    assert float(asked(estimate, "easy", "new")[0]) == new
+    before = float(asked(estimate, "hard", "h1")[0])
     estimate.forget_request("h1")
-    assert float(estimate.survival("hard", "h1")[0]) > before
+    assert float(asked(estimate, "hard", "h1")[0]) > before
 
 
 def test_a_new_group_starts_from_its_kind_within_its_policy():
     estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
     for number in range(40):
-        estimate.observe(f"e{number}", f"e{number}", [1.0], "near", kind="code")
-        estimate.observe(f"h{number}", f"h{number}", [0.0], "near", kind="prose")
+        tell(estimate, f"e{number}", f"e{number}", [1.0], "near", kind="code")
+        tell(estimate, f"h{number}", f"h{number}", [0.0], "near", kind="prose")
     code, prose, unnamed, foreign = (
-        float(estimate.survival("new", "new", policy, kind)[0])
+        float(asked(estimate, "new", "new", policy, kind)[0])
         for policy, kind in (("near", "code"), ("near", "prose"), ("near", None), ("far", "code"))
     )
     assert code > 0.9 and prose < 0.1 and 0.4 < unnamed < 0.6 and 0.4 < foreign < 0.6
     for number in range(2_000):
-        estimate.observe("g", "g", [1.0], "near", kind=number)
-    assert float(estimate.survival("new", "new", "near", "prose")[0]) > 0.4, "of so many only the last are kept"
+        tell(estimate, "g", "g", [1.0], "near", kind=number)
+    assert float(asked(estimate, "new", "new", "near", "prose")[0]) > 0.4, "of so many only the last are kept"
     assert len(estimate._wide) < 1_200
 
 
 def test_fading_follows_a_change():
     estimate = AcceptanceEstimate(1, fade=0.9)
     for outcome in [1.0] * 100 + [0.0] * 60:
-        estimate.observe("g", 1, [outcome])
-    assert float(estimate.survival("g", 1)[0]) < 0.1
+        tell(estimate, "g", 1, [outcome])
+    assert float(asked(estimate, "g", 1)[0]) < 0.1
 
 
 def test_a_new_drafter_starts_from_the_old_one_and_outweighs_it_soon():
     estimate = AcceptanceEstimate(1)
     for _ in range(200):
-        estimate.observe("g", 1, [0.0])
+        tell(estimate, "g", 1, [0.0])
     estimate.renew(0.1)
-    assert float(estimate.survival("g", 1)[0]) < 0.1
+    assert float(asked(estimate, "g", 1)[0]) < 0.1
     for _ in range(20):
-        estimate.observe("g", 1, [1.0])
-    assert float(estimate.survival("g", 1)[0]) > 0.7
+        tell(estimate, "g", 1, [1.0])
+    assert float(asked(estimate, "g", 1)[0]) > 0.7
 
 
 def test_the_alarm_sounds_on_lost_drafts_and_not_on_noise():

@@ -138,8 +138,8 @@ def make_rounds(parts: Parts, table: DeviceTable, committer: Committer, plain: S
 def seed_step_times(
     parts: Parts, speculation: Speculation, table: DeviceTable, stepper: RoundStepper, plain: Stepper, most_rows: int
 ) -> None:
-    """Measure the rounds that a planner has to know before the first request. Where an earlier run has, only make
-    the graphs that serve any number of requests."""
+    """Make the graphs of rounds of all sizes and measure them, for the planner has to know them before the first
+    request. Where an earlier run has told it more, that counts."""
     from engine.runner.graph_stepper import GraphStepper
     from engine.runner.round_sweep import RoundSweep
 
@@ -158,10 +158,10 @@ def seed_step_times(
         longest,
         parts.counters,
     )
+    times = sweep.run(most_rows)
     if cost.observed:
-        sweep.capture(most_rows)
         return
-    cost.seed(sweep.run(most_rows))
+    cost.seed(times)
     if cost.on_observed is not None:
         cost.on_observed(cost)
 

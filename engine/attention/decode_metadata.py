@@ -281,14 +281,19 @@ def wanted_pieces(size: AttentionSize) -> int:
 def worthwhile(prefixes: list[SharedPrefix], size: AttentionSize, queries: float | None = None) -> list[SharedPrefix]:
     """The prefixes, if reading them once saves more than the additional launch costs. Rows of more queries than
     one have about `queries` each, whose states are written and read again."""
+    saved = saved_bytes(prefixes, size, queries)
+    chosen = [i for i, value in enumerate(saved) if value >= MIN_SAVED_SEGMENT_BYTES]
+    return [prefixes[i] for i in chosen] if sum(saved[i] for i in chosen) >= MIN_SAVED_BYTES else []
+
+
+def saved_bytes(prefixes: list[SharedPrefix], size: AttentionSize, queries: float | None = None) -> list[float]:
+    """What reading each of them once saves in a layer."""
     page_bytes = size.page_size * size.token_bytes
     state_bytes = 0.0 if queries is None else queries * size.state_bytes * 2
-    saved = [
+    return [
         (prefix.end - prefix.start - 1) * prefix.num_pages * page_bytes - (prefix.end - prefix.start) * state_bytes
         for prefix in prefixes
     ]
-    chosen = [i for i, value in enumerate(saved) if value >= MIN_SAVED_SEGMENT_BYTES]
-    return [prefixes[i] for i in chosen] if sum(saved[i] for i in chosen) >= MIN_SAVED_BYTES else []
 
 
 def decode_buffers(

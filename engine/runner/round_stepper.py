@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.decode_metadata import worthwhile
+from engine.attention.decode_metadata import saved_bytes, worthwhile
 from engine.batch import SharedPrefix
 from engine.memory.device_table import DeviceTable
 from engine.memory.request_table import RequestTable
@@ -46,6 +46,8 @@ class CapturedRound:
 _Key = tuple[int, int, int, RoundModes, "Variant | None", bool]
 """Tiers of rows, of verify rows and of block slots (0: whole blocks), what is computed, for which adapters, and
 whether rows share prefixes."""
+_READ_A_SECOND = 3e12
+"""Bytes, of a large GPU: what sharing prefixes saves is weighed against the time of making a graph by it."""
 
 
 class RoundResult:
@@ -98,7 +100,7 @@ class RoundStepper:
         self._table = table
         self._requests = requests
         self._counters = counters
-        self._row_tiers = tiers_of_rows(max_rows)
+        self.row_tiers = tiers_of_rows(max_rows)
         whole = parts.speculation.config.mode != "compact"
         self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts, whole)
         self.draft_tiers: list[int] | None = None
@@ -106,13 +108,15 @@ class RoundStepper:
         if parts.limits.by_request:
             self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
         self._captured: dict[_Key, CapturedRound] = {}
-        self._kind: tuple[RoundModes, Variant | None, bool] | None = None
-        """Of the round that ran last, beside its tiers."""
+        self._kind: tuple[RoundModes, Variant | None] | None = None
+        """Of the round that ran last, beside its tiers and what its rows shared."""
         self.changes = 0
         """Grows with every graph that comes or goes and every change of kind: `ready` may say something else."""
         self._sharing_B = np.empty(0, dtype=np.int64)
         """Keys of the rows that were last looked at for what they share, which was `_found`."""
         self._found: list[SharedPrefix] = []
+        self._forgone = 0.0
+        """Seconds that rounds took longer for want of graphs that read shared prefixes once."""
         self._inputs: dict[int, RoundInputs] = {}
         self._moves = 0
         self._graphs = GraphPool(device, counters)
@@ -135,11 +139,12 @@ class RoundStepper:
         """(rows, verify rows, block slots) of the graphs there are for so many rows, of the kind that ran last. Blocks
         by request cost by their slots, so that rows to spare cost little."""
         least = self.row_tier(rows)
-        return [
+        fitting = (
             (tier, verify, slots)
-            for tier, verify, slots, *kind in self._captured
-            if tuple(kind) == self._kind and (tier == least or (slots and tier > least))
-        ]
+            for tier, verify, slots, modes, variant, _ in self._captured
+            if (modes, variant) == self._kind and (tier == least or (slots and tier > least))
+        )
+        return list(dict.fromkeys(fitting))
 
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
@@ -162,7 +167,7 @@ class RoundStepper:
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
-        captured, (tier, verify, slots, *_) = self._ready(plan)
+        captured, (tier, verify, slots, *_, shared) = self._ready(plan)
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
         began = mark(self._table.device)
         adapters = captured.launches.adapters
@@ -170,7 +175,7 @@ class RoundStepper:
             self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
-        captured.launches.share(plan.prefixes, verify / plan.rows)
+        captured.launches.share(plan.prefixes if shared else [], verify / plan.rows)
         record_BF = captured.launches.record_BF[:rows]
         record_RBF = torch.empty((plan.rounds, *record_BF.shape), dtype=torch.int32, pin_memory=record_BF.is_cuda)
         for taken_BF in record_RBF:
@@ -179,7 +184,7 @@ class RoundStepper:
             taken_BF.copy_(record_BF, non_blocking=True)
         stacked = adapters is not None and adapters.stack is not None
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
-        self._counters.shared_rounds += plan.rounds if plan.prefixes else 0
+        self._counters.shared_rounds += plan.rounds if shared else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
         result, ended = RoundResult(copy, record_RBF, tier, verify, slots), mark(self._table.device)
         if began is not None and ended is not None:
@@ -195,11 +200,13 @@ class RoundStepper:
         variant = None
         if plan.adapters and self._parts.adapters is not None:
             variant = self._parts.adapters.uneven_variant(np.array(plan.adapters), verify)
-        kind = (plan.modes, variant, bool(plan.prefixes))
+        kind = (plan.modes, variant)
         if kind != self._kind:
             self._kind = kind
             self.changes += 1
-        key = (self.row_tier(plan.rows), verify, slots, *kind)
+        key = (self.row_tier(plan.rows), verify, slots, *kind, bool(plan.prefixes))
+        if plan.prefixes and key not in self._captured and not self._pays(plan, verify):
+            key = (*key[:-1], False)
         if key not in self._captured and not plan.capture:
             key = self._roomy(key) or key
         captured = self._captured.get(key)
@@ -207,6 +214,16 @@ class RoundStepper:
             captured = self._captured[key] = self._capture(*key)
             self.changes += 1
         return captured, key
+
+    def _pays(self, plan: RoundPlan, verify: int) -> bool:
+        """Whether rounds that do not share prefixes have lost as much by now as one more graph takes."""
+        pool = self._parts.pool
+        saved = sum(saved_bytes(plan.prefixes, self._parts.backend.size(pool), verify / plan.rows))
+        self._forgone += plan.rounds * pool.num_layers * saved / _READ_A_SECOND
+        if self._forgone < self.capture_seconds:
+            return False
+        self._forgone = 0.0
+        return True
 
     def _roomy(self, key: _Key) -> _Key | None:
         """The least of the graphs there are that has room for what `key` has room for."""
@@ -220,7 +237,7 @@ class RoundStepper:
 
     def row_tier(self, rows: int) -> int:
         """Rows of the graph that is made for these."""
-        return self._row_tiers[bisect.bisect_left(self._row_tiers, rows)]
+        return self.row_tiers[bisect.bisect_left(self.row_tiers, rows)]
 
     def _drop_moved(self) -> None:
         """Forget the rounds that know buffers of edits or columns which have grown since."""
@@ -238,7 +255,7 @@ class RoundStepper:
         self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None, shared: bool
     ) -> CapturedRound:
         if self._scratch is None:
-            most = self._row_tiers[-1], self.verify_tiers[-1]
+            most = self.row_tiers[-1], self.verify_tiers[-1]
             self._scratch = RoundScratch.empty(self._parts, *most, self._table.device)
         inputs = self._inputs.get(tier)
         if inputs is None:

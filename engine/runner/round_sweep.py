@@ -62,21 +62,22 @@ class RoundSweep:
         self._context = min(_CONTEXT, longest - self._ahead)
 
     def run(self, rows: int) -> list[tuple[StepShape, float]]:
-        """Times of the most telling shapes first, as many as fit the configured seconds; captures take their own."""
+        """Times of the most telling shapes first, as many as fit the configured seconds; captures take their own. Every
+        size of batch has graphs of few, some and all drafts then: what is made while it serves stands in the way, and
+        batches that shrink as their requests end stay with none for long enough to be worth a graph of theirs."""
         began, captured, times = time.perf_counter(), self._counters.graph_capture_seconds, []
         counts = _counts(rows)
-        for shape in (*self._shapes(counts), *self._shapes(_between(rows, counts), whole=False)):
+        others = [tier for tier in reversed(self._stepper.row_tiers) if tier < rows and tier not in counts]
+        # One draft a row is the cheapest round there is, and where kernels change with their sizes others say little
+        # of it: what is not measured, and seems too long, is never tried.
+        shapes = (*self._shapes(counts), *self._shapes(others, whole=False), *self._shapes(others))
+        for shape in dict.fromkeys(shapes):
             spent = time.perf_counter() - began - (self._counters.graph_capture_seconds - captured)
             if spent > self._config.sweep_seconds:
                 logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
                 break
             times.append(self._time(shape))
         return times
-
-    def capture(self, rows: int) -> None:
-        """Make the graphs of the largest batch, which serve smaller ones too until theirs are worth making."""
-        for shape in self._shapes([rows]):
-            self._time(shape)
 
     def _shapes(self, counts: list[int], whole: bool = True) -> list[StepShape]:
         """Without drafts, with one a row, with three, with `whole` windows, and the first two of them (without it no
@@ -174,12 +175,6 @@ def _behind(shape: StepShape, context: int) -> StepShape:
     """The shape with contexts of so many tokens."""
     read, queries = float(shape.rows * context), float(shape.tier * context)
     return replace(shape, tokens_read=read, context_queries=queries)
-
-
-def _between(rows: int, counts: list[int]) -> list[int]:
-    """Batches an octave from those. One draft a row is the cheapest round there is, and where kernels change with their
-    sizes others say little of it: what is not measured, and seems too long, is never tried."""
-    return [count for count in (rows >> shift for shift in range(rows.bit_length())) if count not in counts]
 
 
 def _counts(rows: int) -> list[int]:

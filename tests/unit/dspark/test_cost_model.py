@@ -6,7 +6,6 @@ import pytest
 from engine.dspark.cost_file import CostFile
 from engine.dspark.cost_model import CostKey, CostModel, StepShape, sweep_shapes
 from engine.errors import InvalidRequest
-from engine.runner.round_sweep import _between, _counts
 
 ROWS, TIERS = [1, 4, 16, 64], [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512]
 KEY = CostKey(model="m", device="d", graphs="1,2,4")
@@ -44,13 +43,6 @@ def relative_errors(model, count=200):
 def test_a_sweep_of_few_steps_predicts_others():
     assert len(sweep_shapes(ROWS, TIERS, 7, [128, 4096])) < 40
     assert np.mean(relative_errors(seeded())) < 0.05
-
-
-def test_the_start_meets_every_octave_of_rows():
-    for rows in (1, 4, 48, 256):
-        counts = _counts(rows)
-        octaves = [rows >> shift for shift in range(rows.bit_length())]
-        assert sorted(counts + _between(rows, counts), reverse=True) == octaves
 
 
 def test_measured_steps_refine_it_and_a_machine_that_changes_is_followed():

@@ -1,7 +1,9 @@
 """Products of a few rows with a whole weight of a small model.
 
 Owns x @ w.T for 1 to `MAX_ROWS` rows on tensor cores: alone, with the gate of a gated block, or added
-to the residual stream. Ignores one row (`gemv`) and larger products, where cuBLAS wins.
+to the residual stream. Ignores one row (`gemv`) and larger products, where cuBLAS wins. A program takes up to
+`BLOCK_ROWS` rows: outputs of a small model are too few to keep a device busy, and so further rows have programs
+of their own.
 
 A norm between two products costs no launch. The product that ends the residual stream also writes
 its rows times the next norm's weight, and its programs' sums of squares (`UnscaledRows`); the
@@ -27,7 +29,7 @@ from engine.kernels.early import await_inputs, is_early, options, prefetch, rele
 from engine.kernels.gemv import InputNorm
 from engine.kernels.swiglu import silu
 
-MAX_ROWS = 64
+MAX_ROWS, BLOCK_ROWS = 256, 64
 
 PREFETCHED = 16 << 20
 """Bytes of a weight that may be asked for at once: a part of the level-2 cache."""
@@ -78,7 +80,7 @@ def skinny_matmul_kernel(
     # memory; fewer are its columns.
     SWAP: tl.constexpr = BN >= 64
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    m = tl.arange(0, BM)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.arange(0, BN)
     k = tl.arange(0, BK)
     real_M1 = (m < rows)[:, None]
@@ -209,7 +211,8 @@ def _launch(
         following = UnscaledRows(torch.empty_like(out), squares_MP, next_norm.eps)
     parts = 1 if unscaled is None else unscaled.squares_MP.shape[1]
     early = is_early(x_MK)
-    skinny_matmul_kernel[(programs,)](
+    block = min(BLOCK_ROWS, max(16, triton.next_power_of_2(rows)))
+    skinny_matmul_kernel[(programs, triton.cdiv(rows, block))](
         x_MK,
         weight_NK,
         x_MK if unscaled is None else unscaled.squares_MP,
@@ -225,7 +228,7 @@ def _launch(
         0.0 if unscaled is None else unscaled.eps,
         K=inputs,
         WIDTH=width,
-        BM=max(16, triton.next_power_of_2(rows)),
+        BM=block,
         BN=config.outputs,
         BK=config.inputs,
         BP=triton.next_power_of_2(parts),

@@ -127,7 +127,7 @@ def test_gemv(outputs, inputs):
         assert relative(out, expected) < 6e-3, options.keys()
 
 
-@pytest.mark.parametrize("rows", [2, 19, 64])
+@pytest.mark.parametrize("rows", [2, 19, 64, 150])
 @pytest.mark.parametrize(("width", "inner"), [(576, 1536), (1024, 3072)])
 def test_products_of_few_rows_and_the_norm_between(rows, width, inner):
     x, down, gate_up = noise(rows, inner), noise(width, inner, scale=inner**-0.5), noise(2 * inner, width, scale=0.03)

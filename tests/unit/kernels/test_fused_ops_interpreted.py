@@ -123,7 +123,7 @@ def test_gemv(options):
 
 
 @pytest.mark.parametrize("config", [SkinnyConfig(16, 16, 2, 2), SkinnyConfig(64, 32, 4, 3)], ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("rows", [1, 5, 20, 70])
 def test_products_of_few_rows_and_the_norm_between(rows, config):
     """Two products with a norm between them, as a layer has them, then the gated and the plain kind."""
     x, first, second = noise(rows, 64), noise(80, 64, seed=1), noise(36, 80, seed=2)

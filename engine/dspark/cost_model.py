@@ -37,6 +37,10 @@ _KV_UNIT = 65_536.0
 """Tokens per unit of the context terms, to keep coefficients of one size."""
 _FIRST_VARIANCE = 100.0
 """Of a coefficient, in units of the first step's time; also the most that is ever left unknown."""
+_CONTEXT_VARIANCE, _CONTEXT_LIKENESS = 1.0, 0.95
+"""Of what so many tokens cost (a device that computes a step reads a few such units in its time), and how alike reading
+one and attending to it are. Nothing shared is what a start measures, where the two are one number: with sharing they
+part, and one slow step of few tokens would say anything of many."""
 _OCTAVES = 3.0
 """Distance of knots over which their heights are alike."""
 _NOISE_VARIANCE = 0.05**2
@@ -116,6 +120,9 @@ class CostModel:
             block = slice(start, start + len(knots))
             self._covariance_DD[block, block] = _FIRST_VARIANCE * _likeness(knots)
             start += len(knots)
+        for pair in (slice(size - 4, size - 2), slice(size - 2, size)):
+            alike_22 = np.full((2, 2), _CONTEXT_LIKENESS) + (1.0 - _CONTEXT_LIKENESS) * np.eye(2)
+            self._covariance_DD[pair, pair] = _CONTEXT_VARIANCE * alike_22
         self._nearby = NearbySteps(size)
         self._residual_scale = 0.05
         self._unit = 1.0

@@ -6,6 +6,7 @@ Nothing of the service (Ray, HTTP) is imported unless it is chosen.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -138,6 +139,17 @@ class ColocatedServing:
 
 
 @contextmanager
+def settled() -> Iterator[None]:
+    """What is there now is looked through for garbage no more: that stops a rollout for tenths of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def serving(folder: Path, config: RolloutConfig, device: torch.device, say: Callable[[str], None]) -> Iterator[Serving]:
     """Engines that serve the policy in `folder`, which must stay as it is: an engine that is
     replaced starts from it. A colocated one is on the trainer's `device`."""
@@ -147,7 +159,9 @@ def serving(folder: Path, config: RolloutConfig, device: torch.device, say: Call
 
         engine = with_drafter(config.engine, folder)
         parts = load_parts(folder, replace(engine, device=str(device)))
-        yield ColocatedServing(Engine(parts), parts, config.release)
+        served = ColocatedServing(Engine(parts), parts, config.release)
+        with settled():
+            yield served
         return
     from rollout.client import Client
     from rollout.config import FleetConfig, ServeConfig

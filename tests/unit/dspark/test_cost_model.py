@@ -45,6 +45,29 @@ def test_a_sweep_of_few_steps_predicts_others():
     assert np.mean(relative_errors(seeded())) < 0.05
 
 
+def test_a_hiccup_of_few_tokens_says_little_of_many():
+    """Groups of sixteen share their prompts, as nothing did at the start: one slow step of 22 rows, and 128 are still
+    expected to take about what they do."""
+    model = CostModel([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 2, 4, 8, 16, 32, 64, 128, 256])
+
+    def plain(rows, read, attended):
+        return StepShape(rows, rows, False, float(read), float(attended))
+
+    def seconds(shape):
+        return 6e-4 + 5e-6 * shape.rows + 4e-9 * shape.context_queries
+
+    start = [
+        plain(rows, rows * context, rows * context) for rows in (256, 128, 64, 32, 16, 8, 1) for context in (64, 768)
+    ]
+    model.seed([(shape, seconds(shape)) for shape in start])
+    shared = plain(128, 8 * 60 + 128 * 100, 128 * 160)
+    before = float(model.predict([shared])[0])
+    assert before == pytest.approx(seconds(shared), rel=0.1)
+    few = plain(22, 2 * 60 + 22 * 140, 22 * 200)
+    model.observe(few, 4 * seconds(few), steps=8)
+    assert float(model.predict([shared])[0]) == pytest.approx(before, rel=0.2)
+
+
 def test_measured_steps_refine_it_and_a_machine_that_changes_is_followed():
     model, rng = seeded(), np.random.default_rng(0)
     for shape in shapes(600, 1):

@@ -86,7 +86,7 @@ def test_smollm2_preset_in_16_bits_learns_in_fp32_and_resumes(tmp_path: Path) ->
     parts = execute(tmp_path / "parts", *settings, preset="smollm2", resume=True)
     assert parts["policy_version"] == straight["policy_version"] == 2
     for found in straight["agreement"].values():
-        assert 0 < found["cached_uncached"] < 0.1 and 0 < found["rollout_trainer"] < 0.1 and found["tokens"] > 16
+        assert 0 <= found["cached_uncached"] < 0.1 and 0 < found["rollout_trainer"] < 0.1 and found["tokens"] > 16
     state = [torch.load(tmp_path / f"{name}/checkpoints/step-000002/trainer.pt") for name in ("straight", "parts")]
     moved = 0
     for first, again in zip(state[0]["masters"], state[1]["masters"], strict=True):

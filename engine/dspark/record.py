@@ -48,6 +48,10 @@ sums gets all of them; what is decided by them is a few steps late. Of few reque
 
 _LEFT = 0.1
 """What outcomes of one drafter say of the next, which is often the same one after some more training."""
+_MOST_OCTAVES = 64
+"""Of a length."""
+_KIND_THRESHOLD = 48.0
+"""Drafts of a kind, of whatever length, that are lost before it is switched off."""
 _MOST_GONE = 64
 """Ended requests that may be in steps which are not summed up yet."""
 
@@ -97,17 +101,12 @@ class Record:
         return [names[group] for group in groups]
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
-        """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
-        # Lengths are told apart by powers of two.
-        bits_B, allowed_B = np.frexp(rows.length_B)[1], np.ones(len(rows), dtype=bool)
-        for bits in set(bits_B.tolist()):
-            if not self.switch.allows_length(step, (1 << bits) - 1):
-                allowed_B[bits_B == bits] = False
-        if rows.adapted:
-            policies = [policy_of(sample.group) for sample in rows.samples]
-            barred = {policy for policy in set(policies) if policy and not self.switch.allows_policy(step, policy)}
-            allowed_B &= np.array([policy not in barred for policy in policies])
-        return allowed_B
+        """Whether drafts pay for each row's class, as far as outcomes tell; bool [B]."""
+        barred = self.switch.barred(step)
+        if not barred:
+            return np.ones(len(rows), dtype=bool)
+        classes = zip(self.kinds(rows.samples), _octaves(rows.length_B).tolist(), strict=True)
+        return np.array([barred.isdisjoint((kind, (kind, octave))) for kind, octave in classes])
 
     def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
         """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
@@ -267,7 +266,8 @@ class Record:
             # All but NaN.
             chances = [chance for chance in chances_G if chance == chance]
             if chances:
-                self._estimate.observe(samples[row].group.arrival, samples[row].order, chances)
+                group = samples[row].group
+                self._estimate.observe(group.arrival if group.request.n > 1 else None, samples[row].order, chances)
         self._batches += 1
         self._watch(outcomes)
         if self._online is not None and outcomes.confidence_NG is not None:
@@ -335,25 +335,30 @@ class Record:
 
     def _watch(self, outcomes: Outcomes) -> None:
         """Accepted drafts against those expected of verified ones, and what plain steps would have brought beyond what
-        came, by predicted times, as a hiccup is no drift: of all rows, by length and by policy."""
+        came, by predicted times, as a hiccup is no drift: of all rows, and by class."""
         number, samples = outcomes.step, outcomes.samples
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG, 0.0).sum(1)
         lost_N = outcomes.plainly_N - outcomes.emitted_N
         columns = expected_N, accepted_N, verified_N, lost_N
-        self.switch.observe(number, *(part_N.sum().item() for part_N in columns))
-        # Lengths are told apart by powers of two.
-        bits_N = np.frexp(outcomes.anchors_N + 1.0)[1]
-        for bits, sums in _summed(bits_N, *columns):
-            self.switch.observe_length(number, (1 << bits) - 1, *sums)
-        names = {group: policy_of(group) for group in dict.fromkeys([sample.group for sample in samples])}
-        policies = sorted({*names.values()})
-        if policies != [""]:
-            policy_N = np.array([policies.index(names[sample.group]) for sample in samples])
-            for place, sums in _summed(policy_N, *columns):
-                if policies[place]:
-                    self.switch.observe_policy(number, policies[place], *sums)
+        names, octave_N = self.kinds(samples), _octaves(outcomes.anchors_N + 1)
+        kinds = list(dict.fromkeys(names))
+        kind_N = np.array([kinds.index(name) for name in names]) if len(kinds) > 1 else np.zeros_like(octave_N)
+        observe = self.switch.observe_class
+        alarms = [
+            observe(number, (kinds[place // _MOST_OCTAVES], place % _MOST_OCTAVES), *sums)
+            for place, sums in _summed(octave_N + _MOST_OCTAVES * kind_N, *columns)
+        ]
+        # Who is lost at all lengths need not be found so at each.
+        alarms += [observe(number, kinds[place], *sums, _KIND_THRESHOLD) for place, sums in _summed(kind_N, *columns)]
+        if not any(alarms):
+            self.switch.observe(number, *(part_N.sum().item() for part_N in columns))
+
+
+def _octaves(length_N: np.ndarray) -> np.ndarray:
+    """Lengths as they are told apart, int64."""
+    return np.frexp(length_N.astype(np.float64))[1].astype(np.int64)
 
 
 def _summed(

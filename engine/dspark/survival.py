@@ -20,7 +20,8 @@ _OLDEST = 8
 """Steps after which a remembered confidence says nothing any more."""
 _MOST_POLICIES = 1024
 _MOST_KINDS = 1024
-_POLICY_THRESHOLD = 32.0
+_CLASS_THRESHOLD = 32.0
+"""Drafts that are lost before a class is switched off."""
 _SURE = 1e-3
 """Chances this close to 0 or 1 are told apart no more."""
 K = TypeVar("K", bound=Hashable)
@@ -80,16 +81,16 @@ class AcceptanceEstimate:
     """Running means of the chance that draft k is accepted given that those before were: over everything, by
     policy where there are several, by `kind` of requests where one is named, by group, and by request. A narrower
     mean leans on the wider one with the weight of `leaning` observations, so that a new request starts from its
-    group, a new group from its kind, a new kind from its policy and a new policy from all. What sets it apart at one
-    draft (a factor of odds) it is taken to have at the next, until that says otherwise: requests that are found good
-    for two drafts are asked for a third.
+    group, a new group from its kind, a new kind from its policy and a new policy from all. What sets a kind or policy
+    apart at one draft (a factor of odds) it is taken to have at the next, until that says otherwise: where short
+    windows are found good longer ones are tried. Of a single request so much is made of nothing.
 
     `fade` is what an observation of a group or request keeps of its weight with each later one, `fade_wide` that of
     the wider ones with each later step: they speak of all requests that ran, not of the last to end.
     """
 
     def __init__(
-        self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 4.0, fade_wide: float = 0.99
+        self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 8.0, fade_wide: float = 0.99
     ) -> None:
         self._start, self._fade, self._leaning, self._fade_wide = start, fade, leaning, fade_wide
         self._width = max_drafts
@@ -122,12 +123,14 @@ class AcceptanceEstimate:
             known = self._wide.get(key)
             self._wide[key] = own_2G if known is None else known * fade + own_2G
 
-    def observe(self, group: Hashable, request: Hashable, chances: Sequence[float]) -> None:
-        """The same of one request, of the drafts that a step verified, in order."""
+    def observe(self, group: Hashable | None, request: Hashable, chances: Sequence[float]) -> None:
+        """The same of one request, of the drafts that a step verified, in order. None: it is its whole group, and what
+        it showed would count twice."""
         count = min(len(chances), self._width)
         # A row's few numbers are quicker one by one than as arrays.
         fade, width = self._fade, self._width
-        for level, key in ((self._groups, group), (self._requests, request)):
+        levels = [(self._requests, request)] if group is None else [(self._groups, group), (self._requests, request)]
+        for level, key in levels:
             sums = level.get(key)
             if sums is None:
                 sums = level[key] = ([0.0] * width, [0.0] * width)
@@ -146,18 +149,23 @@ class AcceptanceEstimate:
         What requests lean on is worked out once."""
         places: dict[tuple[str | None, Hashable | None], int] = {}
         place_B = [places.setdefault(pair, len(places)) for pair in names]
-        means_BG = np.concatenate([self._widest(*pair) for pair in places])[place_B]
+        means_BG = np.array([self._widest(*pair) for pair in places])[place_B]
         self._narrow(means_BG, self._groups, groups)
         self._narrow(means_BG, self._requests, requests)
         return np.multiply.accumulate(means_BG, axis=1)
 
-    def _widest(self, policy: str | None, kind: Hashable | None) -> np.ndarray:
-        """Means of all requests of a policy and kind, float64 [1, G]."""
-        means_1G = np.full((1, self._width), self._start)
+    def _widest(self, policy: str | None, kind: Hashable | None) -> list[float]:
+        """Means of all requests of a policy and kind."""
+        means, leaning = [self._start] * self._width, self._leaning
         for key in _wider(policy, kind):
             if (sums_2G := self._wide.get(key)) is not None:
-                means_1G = self._leant(sums_2G[None], means_1G)
-        return means_1G
+                apart = 1.0
+                for k, (kept, seen, wider) in enumerate(zip(*sums_2G.tolist(), means, strict=True)):
+                    odds = _odds(wider)
+                    expected = apart * odds / (1.0 + apart * odds)
+                    means[k] = (kept + leaning * expected) / (seen + leaning)
+                    apart = _odds(means[k]) / odds
+        return means
 
     def _narrow(self, means_BG: np.ndarray, level: dict[Hashable, _Sums], names: Sequence[Hashable]) -> None:
         """Put the means of `names`, where they have any, in place of the wider ones that they lean on."""
@@ -166,19 +174,8 @@ class AcceptanceEstimate:
             # Thousands of numbers in lists: told one after another they are there in half the time.
             numbers = chain.from_iterable(chain.from_iterable(level[names[b]] for b in known))
             sums_K2G = np.fromiter(numbers, np.float64).reshape(len(known), 2, self._width)
-            means_BG[known] = self._leant(sums_K2G, means_BG[known])
-
-    def _leant(self, sums_K2G: np.ndarray, wide_KG: np.ndarray) -> np.ndarray:
-        """Means of these sums where they say anything, and what they lean on where not, float64 [K, G]."""
-        leaning, odds_KG, means_KG = self._leaning, _odds(wide_KG), np.empty_like(wide_KG)
-        apart_K = 1.0
-        for k in range(self._width):
-            expected_K = apart_K * odds_KG[:, k]
-            expected_K = expected_K / (1.0 + expected_K)
-            mean_K = (sums_K2G[:, 0, k] + leaning * expected_K) / (sums_K2G[:, 1, k] + leaning)
-            means_KG[:, k] = mean_K
-            apart_K = _odds(mean_K) / odds_KG[:, k]
-        return means_KG
+            leant_KG = sums_K2G[:, 0] + self._leaning * means_BG[known]
+            means_BG[known] = leant_KG / (sums_K2G[:, 1] + self._leaning)
 
     def renew(self, left: float) -> None:
         """Drafter or target are others: what is known weighs `left` of what it did."""
@@ -206,9 +203,9 @@ class AcceptanceEstimate:
             self._wide.pop((level, oldest), None)
 
 
-def _odds(chances: np.ndarray) -> np.ndarray:
-    chances = np.clip(chances, _SURE, 1.0 - _SURE)
-    return chances / (1.0 - chances)
+def _odds(chance: float) -> float:
+    chance = min(max(chance, _SURE), 1.0 - _SURE)
+    return chance / (1.0 - chance)
 
 
 def sums_by(kinds: Sequence[K], parts_2NG: np.ndarray) -> list[tuple[K, int, np.ndarray]]:
@@ -260,61 +257,62 @@ class DriftAlarm:
 
 class DraftSwitch:
     """Whether drafting is allowed: off above `max_rows` requests, for `cooldown` steps after a drift alarm, and
-    for requests of a length or of a LoRA policy at which drafts are lost, twice as long after each alarm.
-    Lengths are told apart by powers of two, as a drafter fails past those it was trained at. Probes
-    (`engine.dspark.planner`) go on while drafting is off, and a length or a LoRA policy is tried again when its
-    time is over; a new drafter or policy turns everything on again."""
+    for requests of a class of which drafts are lost, twice as long after each alarm. Requests are of a class by what
+    they say of themselves (their LoRA policy, what they are about, how hot they sample), and of one within it by their
+    length, told apart by powers of two, as a drafter fails past those it was trained at. Probes
+    (`engine.dspark.planner`) go on while drafting is off, and a class is tried again when its time is over; a new
+    drafter or policy turns everything on again."""
 
     def __init__(self, max_rows: int | None = None, cooldown: int = 256, alarm: DriftAlarm | None = None) -> None:
         self._max_rows = max_rows
         self._cooldown = cooldown
         self._whole = _Off(alarm or DriftAlarm(), cooldown)
-        self._by_length: dict[int, _Off] = {}
-        self._by_policy: dict[str, _Off] = {}
+        self._classes: dict[Hashable, _Off] = {}
+        self._barred_until = 0
+        """Step from which on no class is off."""
 
     def allows(self, step: int, rows: int) -> bool:
         return step >= self._whole.until and (self._max_rows is None or rows <= self._max_rows)
 
-    def allows_length(self, step: int, length: int) -> bool:
-        off = self._by_length.get(length.bit_length())
-        return off is None or step >= off.until
+    def barred(self, step: int) -> set[Hashable]:
+        """Classes that are off."""
+        if step >= self._barred_until:
+            return set()
+        return {name for name, off in self._classes.items() if step < off.until}
 
-    def allows_policy(self, step: int, policy: str) -> bool:
-        off = self._by_policy.get(policy)
-        return off is None or step >= off.until
-
-    def observe_policy(
-        self, step: int, policy: str, predicted: float, accepted: int, verified: int, lost: float
-    ) -> None:
-        """A step's outcomes of one LoRA policy. Its alarm sounds before that of all, which then starts over: one
-        policy that has drifted switches nobody else off."""
-        off = self._by_policy.get(policy)
+    def observe_class(
+        self,
+        step: int,
+        name: Hashable,
+        predicted: float,
+        accepted: int,
+        verified: int,
+        lost: float,
+        threshold: float = _CLASS_THRESHOLD,
+    ) -> bool:
+        """A step's outcomes of one class; whether its alarm sounds. It does before that of all, which then starts
+        over: one class that has drifted switches nobody else off."""
+        off = self._classes.get(name)
         if off is None:
-            while len(self._by_policy) >= _MOST_POLICIES:
-                del self._by_policy[next(iter(self._by_policy))]
-            off = self._by_policy[policy] = _Off(DriftAlarm(_POLICY_THRESHOLD), self._cooldown)
+            while len(self._classes) >= _MOST_KINDS:
+                del self._classes[next(iter(self._classes))]
+            off = self._classes[name] = _Off(DriftAlarm(threshold), self._cooldown)
         until = off.until
         off.observe(step, predicted, accepted, verified, lost)
-        if off.until != until:
-            self._whole.forgive()
+        if off.until == until:
+            return False
+        self._barred_until = max(self._barred_until, off.until)
+        self._whole.forgive()
+        return True
 
     def observe(self, step: int, predicted: float, accepted: int, verified: int, lost: float) -> None:
         """A step's expected and actual accepted drafts, and by how many tokens plain steps would have brought more."""
         self._whole.observe(step, predicted, accepted, verified, lost)
 
-    def observe_length(
-        self, step: int, length: int, predicted: float, accepted: int, verified: int, lost: float
-    ) -> None:
-        """Those of requests of about that length."""
-        place = length.bit_length()
-        if place not in self._by_length:
-            self._by_length[place] = _Off(DriftAlarm(), self._cooldown)
-        self._by_length[place].observe(step, predicted, accepted, verified, lost)
-
     def renew(self) -> None:
         self._whole.renew()
-        self._by_length.clear()
-        self._by_policy.clear()
+        self._classes.clear()
+        self._barred_until = 0
 
 
 class _Off:

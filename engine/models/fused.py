@@ -41,11 +41,12 @@ Attend = Callable[[torch.Tensor, int], torch.Tensor]
 Mix = Callable[[torch.Tensor], torch.Tensor]
 """qkv_TE -> out_TE of one layer."""
 
-FEW_ROWS = 64
+FEW_ROWS, FEW_NARROW_ROWS = 64, 256
 FEW_WIDE_ROWS = 32
 """Rows up to which own products are faster than cuBLAS where the hidden width is no longer small."""
-SMALL = 2048
-"""Hidden width below which launches cost more than reading the weights: measured at 1,024 and 4,096."""
+SMALL, NARROW = 2048, 1024
+"""Hidden width below which launches cost more than reading the weights: measured at 1,024 and 4,096. Narrow are those
+where that goes for more rows: at 576, but not at 1,024."""
 
 
 class Rows(Enum):
@@ -287,7 +288,8 @@ class FusedForward:
         rows, width = x_TD.shape
         if rows == 1:
             return Rows.ONE
-        return Rows.FEW if rows <= FEW_ROWS and width < SMALL else Rows.MANY
+        most = FEW_NARROW_ROWS if width < NARROW else FEW_ROWS
+        return Rows.FEW if rows <= most and width < SMALL else Rows.MANY
 
     def _alone(self, x_TD: torch.Tensor) -> bool:
         """Whether own products may stand for the layers': on one rank, with tensor cores."""

@@ -70,7 +70,8 @@ def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for
     asked = [ask_with(name, str(name), prompt(6, start), max_new=40) for name, start in STARTS.items()]
     groups = engine.generate(asked)
     record, step = speculation.record, speculation._step
-    assert not record.switch.allows_policy(step, "LB") and record.switch.allows_policy(step, "LA")
+    assert ("LB", ("", 0.0)) in record.switch.barred(step)
+    assert not any("LA" in str(name) for name in record.switch.barred(step))
     assert record.switch.allows(step, 3), "one policy's losses switch nobody else off"
     lost, won = (record.report().figures(adapter=name) for name in ("LB", "LA"))
     assert lost["accepted"] == 0.0 and won["accepted"] == 1.0
@@ -91,14 +92,19 @@ def test_a_new_group_starts_from_its_policy():
     assert far < 0.1 < new < 0.9 < near
 
 
-def test_a_policys_alarm_sounds_before_that_of_all():
-    switch = DraftSwitch(cooldown=10)
-    for step in range(40):
-        if switch.allows_policy(step, "far"):
-            switch.observe_policy(step, "far", 3.0, 0, 4, 1.0)
+def test_the_alarm_of_a_class_sounds_before_that_of_all():
+    """Half the rows are far from what the drafter knows: those alone are left alone."""
+    switch, off = DraftSwitch(cooldown=10), []
+    for step in range(60):
+        barred = switch.barred(step)
+        off += [step] * bool(barred)
+        alarmed = not barred and switch.observe_class(step, "far", 3.0, 0, 4, 1.0)
+        if not (barred or alarmed):
             switch.observe(step, 3.0, 0, 4, 1.0)
+        assert not switch.observe_class(step, "near", 4.0, 4, 4, -3.0)
         switch.observe(step, 4.0, 4, 4, -3.0)
-        assert switch.allows(step, 1)
-    assert not switch.allows_policy(14, "far") or not switch.allows_policy(20, "far")
+        assert switch.allows(step, 1) and switch.barred(step) <= {"far"}
+    # Eleven such steps and a pause, eleven and one of twice that length.
+    assert off == [*range(12, 21), *range(33, 52)]
     switch.renew()
-    assert switch.allows_policy(14, "far")
+    assert not switch.barred(35)

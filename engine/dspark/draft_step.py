@@ -27,9 +27,9 @@ class DraftStep:
     `drafts[b]` go through the target behind row b's anchor; at most `keep[b]` of them may be kept, fewer
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
-    took in, None until they are with their samples. Plain steps were expected to bring each row `pace` tokens in the
-    step's time, without end where nobody compared them. By then `chances_BG` holds the verdict's chances of the rows
-    that drafted, NaN where they are not known.
+    took in, None until they are with their samples. Each verified draft has to bring `price` tokens for the step to
+    bring as much as plain steps would, without end where nobody compared them. By then `chances_BG` holds the verdict's
+    chances of the rows that drafted, NaN where they are not known.
     """
 
     samples: list[Sample]
@@ -38,7 +38,7 @@ class DraftStep:
     anchors: list[int]
     plan: StepPlan
     shape: StepShape
-    pace: float = math.inf
+    price: float = math.inf
     drafts: list[list[int]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     proposal: Proposal | None = None

@@ -18,10 +18,10 @@ from engine.request import Sample
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """By row: drafts made, verified, kept at most and accepted, tokens emitted, where its anchor stood, and the tokens
-    that plain steps were expected to bring it in the same time. Survivals are those that were
-    predicted; chances are NaN where they are not known. Rows are those of `samples`, in so many `steps`, the last of
-    which was planned as number `step`."""
+    """By row: drafts made, verified, kept at most and accepted, tokens emitted, where its anchor stood, and the price
+    of a verified draft: what each had to bring, in tokens, for plain steps not to bring more. Survivals are those
+    that were predicted; chances are NaN where they are not known. Rows are those of `samples`, in so many `steps`, the
+    last of which was planned as number `step`."""
 
     made_N: np.ndarray
     verified_N: np.ndarray
@@ -29,7 +29,7 @@ class Outcomes:
     accepted_N: np.ndarray
     emitted_N: np.ndarray
     anchors_N: np.ndarray
-    plainly_N: np.ndarray
+    price_N: np.ndarray
     survival_NG: np.ndarray
     chances_NG: np.ndarray
     confidence_NG: np.ndarray | None
@@ -47,7 +47,7 @@ class Outcomes:
         counts = step.keep[:rows], step.verdict.num_accepted[:rows], step.emitted[:rows], step.anchors[:rows]
         return Outcomes(
             *np.array((step.proposal.lens, verified, *counts), dtype=np.int64),
-            plainly_N=np.full(rows, step.pace),
+            price_N=np.full(rows, step.price),
             survival_NG=step.survival_BG,
             chances_NG=step.chances_BG,
             confidence_NG=None if confidence_BG is None else confidence_BG.double().cpu().numpy(),
@@ -78,7 +78,7 @@ _COLUMNS = (
     "accepted_N",
     "emitted_N",
     "anchors_N",
-    "plainly_N",
+    "price_N",
     "survival_NG",
     "chances_NG",
 )

@@ -107,7 +107,8 @@ class Ranking:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
-    `capture`: by a graph that may have to be made for it. `pace`: the steps without drafts that fit into its time."""
+    `capture`: by a graph that may have to be made for it. `price`: the tokens that each draft has to bring for the
+    step to bring as much as steps without drafts in its time."""
 
     drafting: bool
     budget: int
@@ -117,7 +118,7 @@ class Choice:
     probe: bool = False
     slots: int = 0
     capture: bool = True
-    pace: float = math.inf
+    price: float = math.inf
 
     @property
     def rate(self) -> float:
@@ -192,7 +193,8 @@ class Planner:
         else:
             self._without = 0
             self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
-        return replace(chosen, probe=probe and chosen.drafting, pace=chosen.seconds / plain.seconds)
+        rows, further = len(outlook.most_B), chosen.seconds / plain.seconds - 1.0
+        return replace(chosen, probe=probe and chosen.drafting, price=rows * further / max(1, chosen.budget))
 
     def passed(self, steps: int) -> None:
         """Further steps of the last choice."""

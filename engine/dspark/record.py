@@ -334,15 +334,14 @@ class Record:
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
     def _watch(self, outcomes: Outcomes) -> None:
-        """Accepted drafts against those expected of verified ones, and what plain steps would have brought beyond what
-        came, by predicted times, as a hiccup is no drift: of all rows, and by class."""
-        number, samples = outcomes.step, outcomes.samples
+        """Accepted drafts against those expected of verified ones, as promises of their kind are kept, and those that
+        were missing for drafts to pay, by predicted times, as a hiccup is no drift: of all rows, and by class."""
+        number, names = outcomes.step, self.kinds(outcomes.samples)
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
-        expected_N = np.where(spent_NG, outcomes.survival_NG, 0.0).sum(1)
-        lost_N = outcomes.plainly_N - outcomes.emitted_N
-        columns = expected_N, accepted_N, verified_N, lost_N
-        names, octave_N = self.kinds(samples), _octaves(outcomes.anchors_N + 1)
+        expected_N = np.where(spent_NG, outcomes.survival_NG * self.kept(names), 0.0).sum(1)
+        lost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0) - accepted_N
+        columns, octave_N = (expected_N, accepted_N, verified_N, lost_N), _octaves(outcomes.anchors_N + 1)
         kinds = list(dict.fromkeys(names))
         kind_N = np.array([kinds.index(name) for name in names]) if len(kinds) > 1 else np.zeros_like(octave_N)
         observe = self.switch.observe_class

@@ -193,7 +193,7 @@ class Speculation:
             anchors=(rows.length_B - 1).tolist(),
             plan=choice.plan(self._step, rows.slots_B.tolist()),
             shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
-            pace=choice.pace,
+            price=choice.price,
         )
         return step, rows, most_B
 

@@ -256,7 +256,7 @@ class DeviceRounds:
             accepted_N=accepted_D,
             emitted_N=emitted_N[drew],
             anchors_N=anchors_N[drew],
-            plainly_N=np.full(len(window_D), foreseen.pace),
+            price_N=np.full(len(window_D), foreseen.price),
             survival_NG=survival_DG,
             chances_NG=_chances(values_DPG[:, 2], verified_D, accepted_D),
             confidence_NG=None if confidence_DG is None else confidence_DG.astype(np.float64),

@@ -10,6 +10,7 @@ import pytest
 from engine.dspark.block_estimate import BlockEstimate
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import CostModel
+from engine.dspark.outcomes import Outcomes
 from engine.dspark.record import Record
 from engine.dspark.scaling import SurvivalScaling
 from engine.dspark.stats import DraftStats
@@ -137,3 +138,45 @@ def test_what_a_probe_taught_is_known_to_the_next_plan():
     record._waiting.clear()
     observe(True)
     assert len(added) == 1
+
+
+class Named(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def watched(rows, accepted, length, price, promised=0.9, drafts=4):
+    """What became of `rows` requests of one kind that were promised as much of each draft."""
+    request = SimpleNamespace(domain="math", sampling=SimpleNamespace(temperature=0.0), n=1)
+    group = Named(request=request, lease=None, arrival=0)
+    samples = [SimpleNamespace(group=group, order=row) for row in range(rows)]
+    survival_NG = np.tile(promised ** np.arange(1.0, drafts + 1), (rows, 1))
+    chances_NG = np.where(np.arange(drafts) <= accepted, np.arange(drafts) < accepted, np.nan).astype(float)
+    whole = np.full(rows, drafts)
+    return Outcomes(
+        made_N=whole,
+        verified_N=whole,
+        keep_N=whole,
+        accepted_N=np.full(rows, accepted),
+        emitted_N=np.full(rows, 1 + accepted),
+        anchors_N=np.full(rows, length),
+        price_N=np.full(rows, price),
+        survival_NG=survival_NG,
+        chances_NG=np.tile(chances_NG, (rows, 1)),
+        confidence_NG=None,
+        samples=samples,
+        step=0,
+        steps=1,
+    )
+
+
+def test_promises_that_are_known_to_be_too_high_sound_no_alarm_and_sudden_losses_do():
+    traits = SimpleNamespace(max_drafts=4, has_confidence=False)
+    record = Record(DSparkConfig(mode="compact"), traits, CostModel([1], [1]), SurvivalScaling(4))
+    for _ in range(40):
+        # Three of four were promised, and one is kept: less than the price, but what planners reckon with.
+        record._add(watched(32, 1, 100, price=0.5), 1)
+    assert not record.switch.barred(0) and record.switch.allows(0, 32)
+    while not record.switch.barred(0):
+        record._add(watched(4, 0, 1000, price=0.5), 1)
+    assert {octave for _, octave in record.switch.barred(0)} == {10}, "that length alone"
+    assert record.switch.allows(0, 32)

@@ -123,7 +123,8 @@ def test_no_round_is_thought_quicker_than_a_plain_step_and_what_drafting_costs_o
     cost = TableCost({2: 1.0, 4: 0.01, 8: 0.01})
     cost.least_extra = 0.5
     choice = Planner(cost, [2, 4, 8]).choose(outlook([[0.9, 0.8, 0.1], [0.2, 0.1, 0.05]]))
-    assert choice.drafting and choice.seconds == 1.5 and choice.pace == 1.5
+    assert choice.drafting and choice.seconds == 1.5
+    assert choice.price == pytest.approx(2 * 0.5 / choice.budget), "half a step more, of two rows"
 
 
 def test_an_off_switch_leaves_plain_steps_and_probes():

@@ -60,13 +60,14 @@ def test_case_e7_rows_of_many_policies_accept_each_their_own_number_of_drafts(t_
 
 
 def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for_on(t_full, folders):
-    """Confidence throughout; success under LA and the base, none under LB."""
+    """Confidence throughout, believed whatever comes of it; success under LA and the base, none under LB."""
     engine = engine_of(t_full, folders, lambda slot, number: 4, dspark=dict(mode="compact", least=4))
     speculation = timeless(engine)
     scripted = speculation.drafter
     texts = scripted.texts
     scripted._right = lambda slot, number: 0 if texts[slot][0] >= STARTS["LB"] else 4
     speculation.record.priors = lambda samples, kinds: np.ones((len(samples), 4))
+    speculation.record.kept = lambda kinds: np.ones((len(kinds), 4))
     asked = [ask_with(name, str(name), prompt(6, start), max_new=40) for name, start in STARTS.items()]
     groups = engine.generate(asked)
     record, step = speculation.record, speculation._step

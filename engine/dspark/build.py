@@ -66,15 +66,14 @@ def load_drafter(config: DSparkConfig, target: DenseDecoderLM, device: torch.dev
     load_weights(arena.model, folder, module="drafter")
     # The last layer's output, normed, is what the target's head reads.
     kept = (*spec.target_layers, target.spec.num_layers - 1) if config.keep_states else ()
-    hidden = target.spec.hidden
 
     def make(pool: KVPool | None) -> Drafter:
         assert pool is not None, "a block drafter keeps its context in a pool"
         backend = make_attention("auto", spec.backbone, device, dtype=target.dtype)
-        states = StateStore(pool, spec.backbone, hidden, kept) if kept else None
+        states = StateStore(pool, kept) if kept else None
         return BlockDrafter(arena.model, shared_ends(target), pool, backend, states)
 
-    return LoadedDrafter(make, arena, with_states(spec.backbone, hidden, len(kept)))
+    return LoadedDrafter(make, arena, with_states(spec.backbone, target.spec.hidden, len(kept)))
 
 
 def _compare_digests(stored: dict[str, Any], target: DenseDecoderLM) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from engine.dspark.states import StateStore
 from engine.errors import Unsupported
-from engine.memory.transfer import send
 from engine.request import Sample
 from engine.scheduler.commit import Committer
 from engine.scheduler.pages import PageManager
@@ -81,5 +80,5 @@ def _hand_over(watcher: DraftWatcher, states: StateStore, pages: PageManager, sa
     sequence, count = sample.sequence, sample.length - 1
     assert sequence is not None
     if watcher.wants(sample):
-        pages_P = send(pages.table.pages(sequence.slot, 0, pages.pages_for(count)), pages.pool.device)
-        watcher.on_sample(sample, states.read(pages_P, count))
+        held = pages.table.pages(sequence.slot, 0, pages.pages_for(count))
+        watcher.on_sample(sample, states.read(held, count))

@@ -61,7 +61,8 @@ class KVPool:
 
     def _rows(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         """What a token is stored as: a row in each layer, and what else lives under its page ids."""
-        return [(2 * self.num_kv_heads, self.head_dim)] * spec.num_layers
+        rows: list[tuple[int, ...]] = [(2 * self.num_kv_heads, self.head_dim)] * spec.num_layers
+        return [*rows, (spec.beside,)] if spec.beside else rows
 
     @property
     def bytes(self) -> int:
@@ -81,6 +82,11 @@ class KVPool:
         if self._memory.released:
             raise Paused("the key/value pool is released; resume memory first")
         return self._layers[layer]
+
+    @property
+    def beside(self) -> torch.Tensor:
+        """View [N * S, ...] of what lies beside keys and values, by write slot."""
+        return self.tokens(self.num_layers)
 
     def k(self, layer: int) -> torch.Tensor:
         """View [N, S, K, H]."""

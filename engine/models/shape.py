@@ -178,7 +178,8 @@ class ModelSpec:
     is not head_dim ** -0.5, `logit_softcap` bounds logits by tanh. With `experts` every block is one of those,
     but in `dense` layers. With `latent` all attention is over latents: one key/value head, `head_dim` is what
     rotates of it, and `query_scale` is set. `predictors` are layers behind the last, which predict further
-    tokens: checkpoints have them and no model takes them.
+    tokens: checkpoints have them and no model takes them. `beside` are further numbers of every token, which its pool
+    keeps under the page ids of its keys and values.
     """
 
     architecture: str
@@ -213,6 +214,7 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     predictors: int = 0
+    beside: int = 0
     names: Names = Names()
 
     @property
@@ -243,12 +245,13 @@ class ModelSpec:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers that the layers which attend store of a token."""
+        """Numbers that are stored of a token under page ids."""
         attending = sum(layer.attends for layer in self.layers)
         if self.latent is None:
-            return attending * 2 * self.num_kv_heads * self.head_dim
+            return attending * 2 * self.num_kv_heads * self.head_dim + self.beside
         owners = sum(layer.index == "own" for layer in self.layers)
-        return attending * self.latent.row + owners * (self.latent.index.head_dim if self.latent.index else 0)
+        index = owners * (self.latent.index.head_dim if self.latent.index else 0)
+        return attending * self.latent.row + index + self.beside
 
     def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout:
         """What a slot of the model's recurrent states holds, where activations have `dtype` (None: the

@@ -9,7 +9,7 @@ Shapes: T tokens, M captured layers, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -56,7 +56,8 @@ class RolloutRecorder:
         self._target = target
         self._every = every
         self._rounds: dict[tuple[str, int], _Rounds] = {}
-        self._items: dict[tuple[str, int], FeatureExample] = {}
+        self._items: dict[tuple[str, int], tuple[DraftExample, torch.Tensor, torch.Tensor]] = {}
+        """Answers, their states and the last of those normed, on the host once the copies are done."""
         self._promises: list[Promise] = []
         self._ended = 0
         self._copied: torch.cuda.Event | None = None
@@ -68,12 +69,12 @@ class RolloutRecorder:
         if self._copied is not None:
             self._copied.synchronize()
         recorded = []
-        for key, item in self._items.items():
+        for key, (example, states_TMD, last_TD) in self._items.items():
             rounds = self._rounds.get(key, _Rounds())
-            if self._copied is not None:
-                # Pinned memory is for the next ones.
-                assert item.last_TD is not None
-                item = replace(item, features_TMD=item.features_TMD.clone(), last_TD=item.last_TD.clone())
+            # These are copies, as pinned memory is for the next ones. The last token's states are not there, and no
+            # label needs them.
+            features_TMD = torch.cat((states_TMD[:, :-1], torch.zeros_like(states_TMD[:1, :-1])))
+            item = FeatureExample(example, features_TMD, torch.cat((last_TD, torch.zeros_like(last_TD[:1]))))
             recorded.append(Recorded(item, rounds.anchors, rounds.accepted))
         promises = self._promises
         self._rounds, self._items, self._promises, self._copied = {}, {}, [], None
@@ -106,11 +107,8 @@ class RolloutRecorder:
         version = sample.spans[-1].policy_version
         example = DraftExample(name, sample.group.request.domain, tokens, mask, version)
         with torch.no_grad():
-            last_TD = self._target.model.norm(states_TMD[:, -1])
-        # The last token's states are not there, and no label needs them.
-        features_TMD = torch.cat((states_TMD[:, :-1], torch.zeros_like(states_TMD[:1, :-1])))
-        last_TD = torch.cat((last_TD, torch.zeros_like(last_TD[:1])))
-        self._items[_key(sample)] = FeatureExample(example, to_host(features_TMD), to_host(last_TD))
+            last_TD = self._target.model.norm(states_TMD[:, -1].contiguous())
+        self._items[_key(sample)] = example, to_host(states_TMD), to_host(last_TD)
         if states_TMD.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()

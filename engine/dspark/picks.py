@@ -12,8 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.dspark.config import Rule
 from engine.dspark.distribution import distribution
-from engine.dspark.round_noise import RoundNoise
+from engine.dspark.drafter import Pick
+from engine.dspark.round_noise import RoundNoise, noise_of
+from engine.request import Sample
 from engine.sampling.params import RowSampling
 from engine.sampling.sampler import Sampler
 from engine.sampling.seeds import USE_DRAFT
@@ -72,3 +75,13 @@ class CoupledPick:
     def __call__(self, slot: int, logits_BV: torch.Tensor) -> torch.Tensor:
         rows, positions = self._prefixes.at(slot)
         return self._prefixes.note(self._sampler.sample(logits_BV.float(), rows, positions).ids)
+
+
+def pick_of(
+    rule: Rule, samples: Sequence[Sample], anchors: Sequence[int], sampler: Sampler, device: torch.device
+) -> Pick:
+    """How drafts behind these samples' anchors are chosen where drafts are verified by `rule`."""
+    rows = [sample.row for sample in samples]
+    if rule == "coupled":
+        return CoupledPick(rows, anchors, sampler)
+    return RejectionPick(rows, anchors, noise_of(samples, anchors, device))

@@ -48,10 +48,6 @@ sums gets all of them; what is decided by them is a few steps late. Of few reque
 
 _LEFT = 0.1
 """What outcomes of one drafter say of the next, which is often the same one after some more training."""
-_MOST_OCTAVES = 64
-"""Of a length."""
-_KIND_THRESHOLD = 48.0
-"""Drafts of a kind, of whatever length, that are lost before it is switched off."""
 _MOST_GONE = 64
 """Ended requests that may be in steps which are not summed up yet."""
 
@@ -101,12 +97,14 @@ class Record:
         return [names[group] for group in groups]
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
-        """Whether drafts pay for each row's class, as far as outcomes tell; bool [B]."""
+        """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
         barred = self.switch.barred(step)
         if not barred:
             return np.ones(len(rows), dtype=bool)
-        classes = zip(self.kinds(rows.samples), _octaves(rows.length_B).tolist(), strict=True)
-        return np.array([barred.isdisjoint((kind, (kind, octave))) for kind, octave in classes])
+        allowed_B = np.array([octave not in barred for octave in _octaves(rows.length_B).tolist()])
+        if rows.adapted:
+            allowed_B &= np.array([policy_of(sample.group) not in barred for sample in rows.samples])
+        return allowed_B
 
     def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
         """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
@@ -341,17 +339,13 @@ class Record:
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG * self.kept(names), 0.0).sum(1)
         lost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0) - accepted_N
-        columns, octave_N = (expected_N, accepted_N, verified_N, lost_N), _octaves(outcomes.anchors_N + 1)
-        kinds = list(dict.fromkeys(names))
-        kind_N = np.array([kinds.index(name) for name in names]) if len(kinds) > 1 else np.zeros_like(octave_N)
-        observe = self.switch.observe_class
-        alarms = [
-            observe(number, (kinds[place // _MOST_OCTAVES], place % _MOST_OCTAVES), *sums)
-            for place, sums in _summed(octave_N + _MOST_OCTAVES * kind_N, *columns)
-        ]
-        # Who is lost at all lengths need not be found so at each.
-        alarms += [observe(number, kinds[place], *sums, _KIND_THRESHOLD) for place, sums in _summed(kind_N, *columns)]
-        if not any(alarms):
+        columns = expected_N, accepted_N, verified_N, lost_N
+        classes = [*_summed(_octaves(outcomes.anchors_N + 1), *columns)]
+        policies = list(dict.fromkeys(policy for policy, _ in names))
+        if policies != [""]:
+            policy_N = np.array([policies.index(policy) for policy, _ in names])
+            classes += [(policies[place], sums) for place, sums in _summed(policy_N, *columns) if policies[place]]
+        if not any([self.switch.observe_class(number, name, *sums) for name, sums in classes]):
             self.switch.observe(number, *(part_N.sum().item() for part_N in columns))
 
 

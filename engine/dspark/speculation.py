@@ -27,11 +27,11 @@ from engine.dspark.alternation import Alternation
 from engine.dspark.config import DSparkConfig, number_of_drafts
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.draft_step import DraftStep
-from engine.dspark.drafter import Committed, Drafter, DraftRows, Pick, Proposal
+from engine.dspark.drafter import Committed, Drafter, DraftRows, Proposal
 from engine.dspark.graph_choice import Graphs
 from engine.dspark.outcomes import Outcomes
 from engine.dspark.persistence import Foresight
-from engine.dspark.picks import CoupledPick, RejectionPick
+from engine.dspark.picks import pick_of
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import noise_of
@@ -194,6 +194,7 @@ class Speculation:
             plan=choice.plan(self._step, rows.slots_B.tolist()),
             shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
             price=choice.price,
+            expected=choice.expected,
         )
         return step, rows, most_B
 
@@ -236,15 +237,9 @@ class Speculation:
                 anchor_ids_B=send(np.array([sample.ids[-1] for sample in samples], dtype=np.int64), device),
                 positions_B=send(np.array(anchors, dtype=np.int64), device),
                 page_tables_BP=send(self._pages.table.pages_SP[slots, :width], device),
-                pick=self._pick(samples, anchors),
+                pick=pick_of(self.config.rule, samples, anchors, self._sampler, self._device),
             )
         )
-
-    def _pick(self, samples: list[Sample], anchors: list[int]) -> Pick:
-        rows = [sample.row for sample in samples]
-        if self.config.rule == "coupled":
-            return CoupledPick(rows, anchors, self._sampler)
-        return RejectionPick(rows, anchors, noise_of(samples, anchors, self._device))
 
     # --- what the target said -----------------------------------------------------------------
 
@@ -295,6 +290,8 @@ class Speculation:
             seconds = None
         self._complete(step)
         self.record.observe([step], seconds)
+        if step.verdict is not None and step.emitted is not None:
+            self._planner.learn([step], sum(max(0, count - 1) for count in step.emitted))
 
     def _complete(self, step: DraftStep) -> None:
         """What follows from its verdict, where nobody has said so."""
@@ -325,6 +322,8 @@ class Speculation:
                 self._note(step.plan.step, step.samples, step.keys, step.survival_BG)
                 break
         self.record.observe(rounds, seconds, outcomes)
+        if outcomes is not None:
+            self._planner.learn(rounds, int(np.maximum(outcomes.emitted_N - 1, 0).sum()))
         if not self.captured_layers:
             samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
             self._tell([sample for sample in samples if sample.sequence is not None])

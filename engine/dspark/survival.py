@@ -257,9 +257,8 @@ class DriftAlarm:
 
 class DraftSwitch:
     """Whether drafting is allowed: off above `max_rows` requests, for `cooldown` steps after a drift alarm, and
-    for requests of a class of which drafts are lost, twice as long after each alarm. Requests are of a class by what
-    they say of themselves (their LoRA policy, what they are about, how hot they sample), and of one within it by their
-    length, told apart by powers of two, as a drafter fails past those it was trained at. Probes
+    for requests of a class of which drafts are lost, twice as long after each alarm. Classes are LoRA policies, and
+    lengths, told apart by powers of two, as a drafter fails past those it was trained at. Probes
     (`engine.dspark.planner`) go on while drafting is off, and a class is tried again when its time is over; a new
     drafter or policy turns everything on again."""
 
@@ -281,14 +280,7 @@ class DraftSwitch:
         return {name for name, off in self._classes.items() if step < off.until}
 
     def observe_class(
-        self,
-        step: int,
-        name: Hashable,
-        predicted: float,
-        accepted: int,
-        verified: int,
-        lost: float,
-        threshold: float = _CLASS_THRESHOLD,
+        self, step: int, name: Hashable, predicted: float, accepted: int, verified: int, lost: float
     ) -> bool:
         """A step's outcomes of one class; whether its alarm sounds. It does before that of all, which then starts
         over: one class that has drifted switches nobody else off."""
@@ -296,7 +288,7 @@ class DraftSwitch:
         if off is None:
             while len(self._classes) >= _MOST_KINDS:
                 del self._classes[next(iter(self._classes))]
-            off = self._classes[name] = _Off(DriftAlarm(threshold), self._cooldown)
+            off = self._classes[name] = _Off(DriftAlarm(_CLASS_THRESHOLD), self._cooldown)
         until = off.until
         off.observe(step, predicted, accepted, verified, lost)
         if off.until == until:

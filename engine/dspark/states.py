@@ -32,9 +32,12 @@ class StateStore:
     def __init__(self, pool: KVPool, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self._pool = pool
+        kept = pool.pages()[pool.num_layers :]
+        made = len(kept) == 1 and kept[0].shape[-1] % len(self.layers) == 0
+        assert made, "the pool was made for these states"
 
     def write(self, slots_T: torch.Tensor, features: dict[int, torch.Tensor]) -> None:
-        """Outputs [T, D] of each layer at write slots: two launches."""
+        """Outputs [T, D] of each layer at write slots, none below 0: two launches."""
         flat_TE = torch.cat([features[layer] for layer in self.layers], dim=1)
         self._pool.beside.index_copy_(0, slots_T, flat_TE)
 

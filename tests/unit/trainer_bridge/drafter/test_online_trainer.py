@@ -57,6 +57,43 @@ def test_recorded_states_are_those_of_scoring(t_full, drafter, fields):
     engine.check()
 
 
+class Overheard(RolloutRecorder):
+    """Remembers what it was handed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.handed = []
+
+    def on_sample(self, sample, states_TMD):
+        self.handed.append((len(sample.tokens()), states_TMD.clone()))
+        super().on_sample(sample, states_TMD)
+
+
+def test_an_example_is_what_was_handed_over_and_a_row_of_zeros(t_full, drafter):
+    """Bit for bit, in memory of its own, of a size with the tokens; the target's head reads its last states."""
+    engine, parts = engine_of(t_full, drafter)
+    recorder = Overheard(parts.model)
+    engine.drafting.watch(recorder)
+    # Answers of one token each begin and end with the prompt.
+    play(engine, max_new=1)
+    play(engine, 1)
+    recorded, _ = recorder.take()
+    assert len(recorded) == len(recorder.handed) == 12
+    held = set()
+    for one, (tokens, states_TMD) in zip(recorded, recorder.handed, strict=True):
+        item, hidden = one.item, parts.model.spec.hidden
+        assert item.example.num_tokens == tokens == len(states_TMD) + 1 and states_TMD.shape[1:] == (2, hidden)
+        assert item.features_TMD.shape == (tokens, 1, hidden) and item.last_TD.shape == (tokens, hidden)
+        assert item.features_TMD.dtype == item.last_TD.dtype == parts.model.dtype
+        assert torch.equal(item.features_TMD[:-1], states_TMD[:, :-1]) and not item.features_TMD[-1].any()
+        with torch.no_grad():
+            assert torch.equal(item.last_TD[:-1], parts.model.model.norm(states_TMD[:, -1].contiguous()))
+        assert not item.last_TD[-1].any()
+        assert not item.features_TMD.is_inference() and not item.last_TD.is_inference()
+        held |= {item.features_TMD.data_ptr(), item.last_TD.data_ptr()}
+    assert len(held) == 24
+
+
 def test_case_b5_it_learns_and_the_target_is_untouched(t_full, drafter, tmp_path):
     engine, parts = engine_of(t_full, drafter)
     before = engine.digest(), engine.digest("drafter")

@@ -50,6 +50,11 @@ class DraftStep:
     emitted: list[int] | None = None
 
     @property
+    def promised(self) -> float:
+        """Drafts that were expected to be accepted."""
+        return self.expected * len(self.samples)
+
+    @property
     def drafting(self) -> bool:
         """Whether any row has drafts to verify."""
         return any(self.drafts)

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -27,14 +26,12 @@ import torch
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.graph_choice import GraphChoice, Graphs
 
-if TYPE_CHECKING:
-    from engine.dspark.draft_step import DraftStep
-
 MOST_WAITS = 16
 """Times `probe_every` steps that pass at most between two probes."""
-_FADE, _LEANING = 0.8, 16.0
-"""Of sums of accepted and of expected drafts, for each plan, and what both begin with."""
-_LEAST_COMES, _MOST_COMES = 0.25, 2.0
+_MEMORY, _LEAST_FADE, _LEANING = 200.0, 0.8, 64.0
+"""Expected drafts after which sums of expected and accepted ones have lost a good half, what is left of them behind a
+plan at least, and what both begin with."""
+_LEAST_COMES = 0.25
 _FORCED = 2.0
 _BARRED = -1.0
 
@@ -221,15 +218,17 @@ class Planner:
         if self._last is None or not self._last[0]:
             self._without += steps
 
-    def learn(self, steps: Sequence[DraftStep], accepted: int) -> None:
-        """The drafts accepted in all steps of one choice."""
-        self._expected = _FADE * self._expected + sum(step.expected * len(step.samples) for step in steps)
-        self._came = _FADE * self._came + accepted
+    def learn(self, expected: float, accepted: int) -> None:
+        """Drafts of all steps of one choice, by survivals alone and as it came."""
+        fade = max(_LEAST_FADE, math.exp(-expected / _MEMORY))
+        self._expected = fade * self._expected + expected
+        self._came = fade * self._came + accepted
 
     @property
     def _measure(self) -> float:
-        """Accepted drafts for each one expected."""
-        return min(_MOST_COMES, max(_LEAST_COMES, (self._came + _LEANING) / (self._expected + _LEANING)))
+        """Accepted drafts for each one expected, one at most: what a batch begins with is too low and soon known
+        better."""
+        return min(1.0, max(_LEAST_COMES, (self._came + _LEANING) / (self._expected + _LEANING)))
 
     def renew(self) -> None:
         """The drafter is another one: how it fares is seen at once."""

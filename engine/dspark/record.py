@@ -48,6 +48,8 @@ sums gets all of them; what is decided by them is a few steps late. Of few reque
 
 _LEFT = 0.1
 """What outcomes of one drafter say of the next, which is often the same one after some more training."""
+_CLEARLY = 0.8
+"""Drafts that bring this share of what they cost are not lost, as far as alarms go: planners see to them."""
 _MOST_GONE = 64
 """Ended requests that may be in steps which are not summed up yet."""
 
@@ -333,12 +335,14 @@ class Record:
 
     def _watch(self, outcomes: Outcomes) -> None:
         """Accepted drafts against those expected of verified ones, as promises of their kind are kept, and those that
-        were missing for drafts to pay, by predicted times, as a hiccup is no drift: of all rows, and by class."""
+        were missing for drafts not to lose clearly, by predicted times, as a hiccup is no drift: of all rows, and by
+        class. Texts change as they go on, so that whoever is barred for what just pays no more misses what will."""
         number, names = outcomes.step, self.kinds(outcomes.samples)
         accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG * self.kept(names), 0.0).sum(1)
-        lost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0) - accepted_N
+        cost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0)
+        lost_N = _CLEARLY * cost_N - accepted_N
         columns = expected_N, accepted_N, verified_N, lost_N
         classes = [*_summed(_octaves(outcomes.anchors_N + 1), *columns)]
         policies = list(dict.fromkeys(policy for policy, _ in names))

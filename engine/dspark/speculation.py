@@ -291,7 +291,7 @@ class Speculation:
         self._complete(step)
         self.record.observe([step], seconds)
         if step.verdict is not None and step.emitted is not None:
-            self._planner.learn([step], sum(max(0, count - 1) for count in step.emitted))
+            self._planner.learn(step.promised, sum(max(0, count - 1) for count in step.emitted))
 
     def _complete(self, step: DraftStep) -> None:
         """What follows from its verdict, where nobody has said so."""
@@ -323,7 +323,8 @@ class Speculation:
                 break
         self.record.observe(rounds, seconds, outcomes)
         if outcomes is not None:
-            self._planner.learn(rounds, int(np.maximum(outcomes.emitted_N - 1, 0).sum()))
+            promised = sum(step.promised for step in rounds)
+            self._planner.learn(promised, int(np.maximum(outcomes.emitted_N - 1, 0).sum()))
         if not self.captured_layers:
             samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
             self._tell([sample for sample in samples if sample.sequence is not None])

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import lru_cache
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -333,12 +332,14 @@ def test_plans_are_held_against_what_became_of_them():
     choice = planner.choose(view)
     assert choice.drafting and choice.tokens == pytest.approx(4 + 4 * 0.7)
     for _ in range(20):
-        planner.learn([SimpleNamespace(expected=choice.expected, samples=[None] * 40)], 14)
+        planner.learn(40 * choice.expected, 14)
     assert not planner.choose(view).drafting
-    for _ in range(20):
-        planner.learn([SimpleNamespace(expected=choice.expected, samples=[None] * 40)], 42)
+    for _ in range(40):
+        planner.learn(40 * choice.expected, 42)
     choice = planner.choose(view)
-    assert choice.drafting and choice.tokens == pytest.approx(4 + 1.5 * 4 * 0.7, abs=0.7)
+    assert choice.drafting and choice.tokens == pytest.approx(4 + 4 * 0.7), "more is not counted on"
     assert choice.expected == pytest.approx(0.7)
+    planner.learn(4 * 0.7, 0)
+    assert planner.choose(view).tokens > 4 + 3.5 * 0.7, "four drafts say little"
     planner.renew()
     assert planner.choose(view).tokens == pytest.approx(4 + 4 * 0.7)

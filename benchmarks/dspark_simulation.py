@@ -225,8 +225,6 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         estimate.observe_kinds([(None, None)] * rows, chances_BG)
         for key, chances_G in zip(keys, chances_BG.tolist(), strict=True):
             estimate.observe(key, 0, [chance for chance in chances_G if chance == chance])
-        if choice.drafting:
-            planner.learn(choice.expected * rows, int(tokens_B.sum()) - rows)
         if counts:
             result.seconds += seconds
             result.tokens += int(tokens_B.sum())

@@ -28,8 +28,7 @@ class DraftStep:
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
     took in, None until they are with their samples. Each verified draft has to bring `price` tokens for the step to
-    bring as much as plain steps would, without end where nobody compared them; `expected` drafts are accepted of each
-    row in the mean, by what its drafter says. By then `chances_BG` holds the verdict's
+    bring as much as plain steps would, without end where nobody compared them. By then `chances_BG` holds the verdict's
     chances of the rows that drafted, NaN where they are not known.
     """
 
@@ -40,7 +39,6 @@ class DraftStep:
     plan: StepPlan
     shape: StepShape
     price: float = math.inf
-    expected: float = 0.0
     drafts: list[list[int]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     proposal: Proposal | None = None
@@ -48,11 +46,6 @@ class DraftStep:
     verdict: Verdict | None = None
     chances_BG: np.ndarray | None = None
     emitted: list[int] | None = None
-
-    @property
-    def promised(self) -> float:
-        """Drafts that were expected to be accepted."""
-        return self.expected * len(self.samples)
 
     @property
     def drafting(self) -> bool:

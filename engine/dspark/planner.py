@@ -28,10 +28,6 @@ from engine.dspark.graph_choice import GraphChoice, Graphs
 
 MOST_WAITS = 16
 """Times `probe_every` steps that pass at most between two probes."""
-_MEMORY, _LEAST_FADE, _LEANING = 200.0, 0.8, 64.0
-"""Expected drafts after which sums of expected and accepted ones have lost a good half, what is left of them behind a
-plan at least, and what both begin with."""
-_LEAST_COMES = 0.25
 _FORCED = 2.0
 _BARRED = -1.0
 
@@ -112,8 +108,7 @@ class Ranking:
 class Choice:
     """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
     `capture`: by a graph that may have to be made for it. `price`: the tokens that each draft has to bring for the
-    step to bring as much as steps without drafts in its time. `expected` drafts
-    of each request are accepted in the mean, by survivals alone."""
+    step to bring as much as steps without drafts in its time."""
 
     drafting: bool
     budget: int
@@ -124,7 +119,6 @@ class Choice:
     slots: int = 0
     capture: bool = True
     price: float = math.inf
-    expected: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -152,9 +146,6 @@ class Planner:
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
     change; after every such probe that nothing comes of, twice as many steps pass until the next.
 
-    What is expected of drafts is measured by what became of them (`learn`): whoever takes what ranks highest takes
-    what it was too high of.
-
     Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
     that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
     have cost, as long as rounds are of one kind; the first graph of a kind is made at once."""
@@ -179,8 +170,6 @@ class Planner:
         self._losing = 0.0
         """The same of each step as the last one."""
         self._last: tuple[bool, int] | None = None
-        self._came, self._expected = 0.0, 0.0
-        """Accepted drafts of the last plans, and what was expected of them."""
         self._without = 0
         self._patience = probe_every
 
@@ -205,12 +194,7 @@ class Planner:
             self._without = 0
             self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
         rows, further = len(outlook.most_B), chosen.seconds / plain.seconds - 1.0
-        return replace(
-            chosen,
-            probe=probe and chosen.drafting,
-            price=rows * further / max(1, chosen.budget),
-            expected=(chosen.tokens / rows - 1.0) / self._measure,
-        )
+        return replace(chosen, probe=probe and chosen.drafting, price=rows * further / max(1, chosen.budget))
 
     def passed(self, steps: int) -> None:
         """Further steps of the last choice."""
@@ -218,21 +202,8 @@ class Planner:
         if self._last is None or not self._last[0]:
             self._without += steps
 
-    def learn(self, expected: float, accepted: int) -> None:
-        """Drafts of all steps of one choice, by survivals alone and as it came."""
-        fade = max(_LEAST_FADE, math.exp(-expected / _MEMORY))
-        self._expected = fade * self._expected + expected
-        self._came = fade * self._came + accepted
-
-    @property
-    def _measure(self) -> float:
-        """Accepted drafts for each one expected, one at most: what a batch begins with is too low and soon known
-        better."""
-        return min(1.0, max(_LEAST_COMES, (self._came + _LEANING) / (self._expected + _LEANING)))
-
     def renew(self) -> None:
         """The drafter is another one: how it fares is seen at once."""
-        self._came, self._expected = 0.0, 0.0
         self._patience = self._probe_every
         self._without = self._patience
 
@@ -252,7 +223,7 @@ class Planner:
         if graphs is None:
             return None, None
         tiers_C, spent_C = graphs.tiers_C, graphs.budgets_C - 1
-        tokens_C = rows + self._measure * ranking.survival_M.cumsum()[spent_C]
+        tokens_C = rows + ranking.survival_M.cumsum()[spent_C]
         context_C = outlook.context_B.sum() + outlook.context_B[ranking.row_M].cumsum()[spent_C]
         seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
         seconds_C = np.maximum(seconds_C, plain.seconds + self._cost.least_extra)

@@ -24,6 +24,7 @@ import torch
 from engine.dspark.config import NGRAM, DSparkConfig, Rule
 from engine.dspark.reliability import expected_calibration_error
 from engine.errors import InvalidRequest
+from engine.memory.transfer import staged
 
 GRID = np.logspace(-1.0, 1.0, 41)
 """Temperatures that are tried."""
@@ -113,12 +114,17 @@ class SurvivalScaling:
 
     def __init__(self, drafts: int, device: torch.device | str = "cpu") -> None:
         self.temperatures_G = torch.ones(drafts, dtype=torch.float32, device=device)
+        self.known_G = np.ones(drafts)
+        """The same on the host, which need not ask the device."""
 
     def assign(self, temperatures: Sequence[float]) -> None:
         expected = len(self.temperatures_G)
         if len(temperatures) != expected or not all(np.isfinite(t) and t > 0 for t in temperatures):
             raise InvalidRequest(field="temperatures", expected=f"{expected} positive numbers", actual=temperatures)
-        self.temperatures_G.copy_(torch.tensor(temperatures, dtype=torch.float32))
+        self.known_G = np.array(temperatures, dtype=np.float64)
+        self.temperatures_G.copy_(
+            staged(self.known_G.astype(np.float32), self.temperatures_G.device), non_blocking=True
+        )
 
     def survival(self, logits_BG: torch.Tensor) -> torch.Tensor:
         """float32 [B, G] from raw confidence logits."""
@@ -172,7 +178,7 @@ class OnlineScaling:
             return None
         logits, labels, weights = self._logits_NG[held], self._labels_NG[held], self._weights_N[held]
         self.fit = fit_scaling(logits, labels, weights)
-        current = np.cumprod(_sigmoid(logits / self._scaling.temperatures_G.cpu().double().numpy()), axis=1)
+        current = np.cumprod(_sigmoid(logits / self._scaling.known_G), axis=1)
         if np.mean(self.fit.after) <= np.mean(_errors(current, labels, weights)):
             self._scaling.assign(self.fit.temperatures)
         return self.fit

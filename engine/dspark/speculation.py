@@ -194,7 +194,6 @@ class Speculation:
             plan=choice.plan(self._step, rows.slots_B.tolist()),
             shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
             price=choice.price,
-            expected=choice.expected,
         )
         return step, rows, most_B
 
@@ -290,8 +289,6 @@ class Speculation:
             seconds = None
         self._complete(step)
         self.record.observe([step], seconds)
-        if step.verdict is not None and step.emitted is not None:
-            self._planner.learn(step.promised, sum(max(0, count - 1) for count in step.emitted))
 
     def _complete(self, step: DraftStep) -> None:
         """What follows from its verdict, where nobody has said so."""
@@ -322,9 +319,6 @@ class Speculation:
                 self._note(step.plan.step, step.samples, step.keys, step.survival_BG)
                 break
         self.record.observe(rounds, seconds, outcomes)
-        if outcomes is not None:
-            promised = sum(step.promised for step in rounds)
-            self._planner.learn(promised, int(np.maximum(outcomes.emitted_N - 1, 0).sum()))
         if not self.captured_layers:
             samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
             self._tell([sample for sample in samples if sample.sequence is not None])

@@ -290,7 +290,6 @@ class DeviceRounds:
                     known=starts[own],
                     anchors=anchors[own],
                     plan=foreseen.plan,
-                    expected=foreseen.expected,
                     shape=replace(
                         foreseen.shape, rows=ran.padded, tier=ran.verify, context_queries=context, share=share
                     ),

@@ -323,23 +323,3 @@ def test_without_any_graph_the_best_is_made_at_once():
     # A graph with room for fewer drafts than its verify rows is filled as far as they go.
     made = Planner(TableCost({4: 1.0}), [4], ragged=True, draft_tiers=[2, 3], graphs=HeldGraphs(9.0, [(4, 2)]))
     assert (made.choose(view).budget, made.choose(view).slots) == (2, 2)
-
-
-def test_plans_are_held_against_what_became_of_them():
-    """Half of what is expected comes: drafts that would pay if all did are made no more, until they do again."""
-    cost = TableCost({4: 1.0, 8: 1.5}, draft=0.0)
-    planner, view = Planner(cost, [4, 8], hysteresis=0.0), outlook(np.full((4, 1), 0.7))
-    choice = planner.choose(view)
-    assert choice.drafting and choice.tokens == pytest.approx(4 + 4 * 0.7)
-    for _ in range(20):
-        planner.learn(40 * choice.expected, 14)
-    assert not planner.choose(view).drafting
-    for _ in range(40):
-        planner.learn(40 * choice.expected, 42)
-    choice = planner.choose(view)
-    assert choice.drafting and choice.tokens == pytest.approx(4 + 4 * 0.7), "more is not counted on"
-    assert choice.expected == pytest.approx(0.7)
-    planner.learn(4 * 0.7, 0)
-    assert planner.choose(view).tokens > 4 + 3.5 * 0.7, "four drafts say little"
-    planner.renew()
-    assert planner.choose(view).tokens == pytest.approx(4 + 4 * 0.7)

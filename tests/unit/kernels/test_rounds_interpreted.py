@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.round_log import logged, read
 from engine import Want
 from engine.dspark.cost_model import StepShape
 from engine.loops import seed_step_times
@@ -182,3 +183,18 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     requests = [ask("greedy", prompt(9), max_new=4), ask("drawn", prompt(6), max_new=4, temperature=1.0, seed=3)]
     assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
+
+
+@slow
+def test_a_log_of_rounds_accounts_for_all_tokens(t_full, tmp_path):
+    engine = device_engine(t_full, save_random(tmp_path / "d0"), mode="compact", least=1, probe_every=1)
+    timeless(engine)
+    with logged(tmp_path / "log.jsonl.gz"):
+        groups = engine.generate([ask("a", prompt(9), max_new=9), ask("b", prompt(5, 40), max_new=7)])
+    events = read(tmp_path / "log.jsonl.gz")
+    came = [event for event in events if event["event"] == "came"]
+    launched = sum(event["steps"] for event in events if event["event"] == "rounds")
+    assert launched == sum(event["steps"] for event in came) == engine.counters.device_rounds > 0
+    tokens = sum(event["tokens"] * event["steps"] for event in came)
+    said = sum(len(sample.ids) for group in groups for sample in group.samples)
+    assert 0 < tokens <= said and tokens == pytest.approx(round(tokens), abs=0.05)

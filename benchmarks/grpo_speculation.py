@@ -4,8 +4,8 @@
 
 Owns the comparison of finished runs of `recipes.grpo` that differ in their drafter alone; the first does not
 speculate, and each is called by its folder's name. Ignores how they were run. A run's metrics are those of its
-`metrics.jsonl`; a token's time is the whole rollout's over the tokens it brought. Rewards coincide where the
-curves are no further apart than steps of the first run are from one another: all runs ask the same questions
+`metrics.jsonl`; a token's time is that of generating a whole rollout over the tokens it brought. Rewards coincide where
+the curves are no further apart than steps of the first run are from one another: all runs ask the same questions
 in the same order, and only rounding tells their policies apart.
 """
 

@@ -132,5 +132,5 @@ def observation_ids(observation: Observation, codec: TextCodec, *, first: bool) 
 
 
 def action_of(output: SampleOutput, codec: TextCodec) -> Action:
-    ids = tuple(int(i) for i in output.ids)
+    ids = tuple(output.ids.tolist())
     return Action(ids=ids, text=codec.decode(ids), finish=output.finish)

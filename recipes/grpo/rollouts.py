@@ -27,12 +27,14 @@ EVALUATION_STREAM = 2**31
 
 @dataclass(slots=True)
 class Rollout:
-    """The samples of one step. `tokens` are generated ones; `tally` holds means over samples."""
+    """The samples of one step. `tokens` are generated ones, which took `generating` of its `seconds`: the rest went
+    into words and verdicts. `tally` holds means over samples."""
 
     samples: list[TrainingSample] = field(default_factory=list)
     groups: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    generating: float = 0.0
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -43,7 +45,8 @@ class Rollout:
         return {
             **self.tally.means(),
             "perf/throughput": self.tokens_per_second,
-            "timing_s/gen": self.seconds,
+            "timing_s/gen": self.generating,
+            "timing_s/reward": self.seconds - self.generating,
             "rollout/groups": float(self.groups),
             "rollout/tokens": float(self.tokens),
         }
@@ -77,8 +80,8 @@ class Sampler:
         request finds an older one.)"""
         began = time.monotonic()
         min_policy_version = version if self._adapter is None else None
-        groups = self._play(questions, f"step-{step}", self._config.group_size, step, min_policy_version)
-        result = Rollout(groups=len(groups), seconds=time.monotonic() - began)
+        groups, generating = self._play(questions, f"step-{step}", self._config.group_size, step, min_policy_version)
+        result = Rollout(groups=len(groups), seconds=time.monotonic() - began, generating=generating)
         for members in groups:
             _collect(result, members)
         return result
@@ -87,17 +90,24 @@ class Sampler:
         """Mean reward of `evaluations` answers per question, sampled as in training under fixed seeds. An
         answer that failed or was aborted counts as wrong."""
         name = f"evaluation-{time.monotonic_ns()}"
-        groups = self._play(questions, name, self._config.evaluations, EVALUATION_STREAM, None)
+        groups, _ = self._play(questions, name, self._config.evaluations, EVALUATION_STREAM, None)
         rewards = [one.sample.reward if one.sample else 0.0 for members in groups for one in members]
         return float(np.mean(rewards))
 
     def _play(
         self, questions: Sequence[Question], name: str, n: int, stream: int, min_policy_version: int | None
-    ) -> list[list[Played]]:
-        def generate(turns: list[Turn]) -> list[GroupOutput]:
-            return self._serving.generate([self._request(turn, min_policy_version) for turn in turns])
+    ) -> tuple[list[list[Played]], float]:
+        """Episodes, and the seconds in which their words were generated."""
+        generating = 0.0
 
-        return play(
+        def generate(turns: list[Turn]) -> list[GroupOutput]:
+            nonlocal generating
+            began = time.monotonic()
+            replies = self._serving.generate([self._request(turn, min_policy_version) for turn in turns])
+            generating += time.monotonic() - began
+            return replies
+
+        episodes = play(
             [
                 (
                     f"{self._prefix}{name}-{place}",
@@ -111,6 +121,7 @@ class Sampler:
             temperature=self._config.temperature,
             max_turns=self._max_turns,
         )
+        return episodes, generating
 
     def _request(self, turn: Turn, min_policy_version: int | None) -> GroupRequest:
         return GroupRequest(

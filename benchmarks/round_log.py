@@ -3,7 +3,8 @@
     python -m benchmarks.round_log LOG.jsonl.gz benchmarks.dspark --model smollm2-135m ...   # run a module under it
     python -m benchmarks.round_log LOG.jsonl.gz                                               # print what it holds
 
-Owns hooks around planners, rounds, bursts and prompts of all engines of a process, and the log's lines. Times are
+Owns hooks around planners, rounds, bursts and prompts of all engines of a process, and the log's lines. Garbage
+collections are in it too, as they stop what launches. Times are
 milliseconds: `t` since the log began, `host` of the call, `device` of a round and `idle` of the device before the first
 of them. Ignores what is run.
 """
@@ -11,6 +12,7 @@ of them. Ignores what is run.
 from __future__ import annotations
 
 import argparse
+import gc
 import gzip
 import json
 import runpy
@@ -42,11 +44,13 @@ def logged(path: Path) -> Iterator[None]:
             (DeviceRounds, "commit", log.commit),
         ]
         before = [(kind, name, getattr(kind, name)) for kind, name, _ in hooks]
+        gc.callbacks.append(log.garbage)
         try:
             for (kind, name, hook), (*_, own) in zip(hooks, before, strict=True):
                 setattr(kind, name, _around(own, hook))
             yield
         finally:
+            gc.callbacks.remove(log.garbage)
             for kind, name, own in before:
                 setattr(kind, name, own)
 
@@ -63,11 +67,19 @@ class _Log:
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._began = file, time.perf_counter()
+        self._collecting = self._began
 
     def _put(self, event: str, since: float, **facts: Any) -> None:
         now = time.perf_counter()
         times = {"t": _ms(now - self._began), "host": _ms(now - since)}
         self._file.write(json.dumps({"event": event, **times, **facts}) + "\n")
+
+    def garbage(self, phase: str, told: dict[str, int]) -> None:
+        """All generations at once, or some thousand lines a second would tell of nothing."""
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        elif told["generation"] == 2:
+            self._put("garbage", self._collecting, collected=told["collected"])
 
     def choose(self, call: Callable, planner: Planner, outlook: Any, allowed: bool = True) -> Any:
         began, choice = time.perf_counter(), call()

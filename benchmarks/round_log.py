@@ -57,7 +57,7 @@ def logged(path: Path) -> Iterator[None]:
 
 def _around(own: Callable, hook: Callable) -> Callable:
     def method(self: Any, *given: Any, **named: Any) -> Any:
-        return hook(lambda: own(self, *given, **named), self, *given)
+        return hook(lambda: own(self, *given, **named), self, *given, **named)
 
     return method
 
@@ -83,7 +83,7 @@ class _Log:
 
     def choose(self, call: Callable, planner: Planner, outlook: Any, allowed: bool = True) -> Any:
         began, choice = time.perf_counter(), call()
-        facts = {"tokens": round(choice.tokens, 1), "seconds": _ms(choice.seconds), "price": round(choice.price, 3)}
+        facts = {"tokens": round(choice.tokens, 1), "predicted": _ms(choice.seconds), "price": round(choice.price, 3)}
         graph = {"budget": choice.budget, "verify": choice.tier, "slots": choice.slots}
         said = {"drafting": choice.drafting, "probe": choice.probe, "allowed": bool(allowed)}
         self._put(
@@ -91,20 +91,22 @@ class _Log:
         )
         return choice
 
-    def launch(self, call: Callable, loop: OverlappedLoop, rows: Any, steps: int, planned: Any, *_: Any) -> Any:
+    def launch(
+        self, call: Callable, loop: OverlappedLoop, rows: Any, steps: int, planned: Any, *_: Any, **__: Any
+    ) -> Any:
         began, made = time.perf_counter(), loop._counters.graph_captures
         burst = call()
         kind = "burst" if planned is None else "rounds"
         self._put(kind, began, rows=len(rows), steps=steps, captures=loop._counters.graph_captures - made)
         return burst
 
-    def prefill(self, call: Callable, *_: Any) -> Any:
+    def prefill(self, call: Callable, *_: Any, **__: Any) -> Any:
         began, worked = time.perf_counter(), call()
         if worked:
             self._put("prefill", began)
         return worked
 
-    def commit(self, call: Callable, rounds: DeviceRounds, planned: Any, result: Any, *_: Any) -> Any:
+    def commit(self, call: Callable, rounds: DeviceRounds, planned: Any, result: Any, *_: Any, **__: Any) -> Any:
         clock, tokens = planned.result.seconds_behind(planned.before), rounds._counters.decode_rows
         began, outcome = time.perf_counter(), call()
         head_RBF = np.stack(result[1])[:, :, :HEAD]

@@ -139,7 +139,7 @@ def seed_step_times(
     parts: Parts, speculation: Speculation, table: DeviceTable, stepper: RoundStepper, plain: Stepper, most_rows: int
 ) -> None:
     """Make the graphs of rounds of all sizes and measure them, for the planner has to know them before the first
-    request. Where an earlier run has told it more, that counts."""
+    request. Where an earlier run has told it, that need not be done again."""
     from engine.runner.graph_stepper import GraphStepper
     from engine.runner.round_sweep import RoundSweep
 
@@ -158,8 +158,8 @@ def seed_step_times(
         longest,
         parts.counters,
     )
-    times = sweep.run(most_rows)
-    if cost.observed:
+    times = sweep.run(most_rows, 0.0 if cost.observed else config.sweep_seconds)
+    if not times:
         return
     cost.seed(times)
     if cost.on_observed is not None:

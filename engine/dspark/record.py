@@ -345,9 +345,9 @@ class Record:
         lost_N = _CLEARLY * cost_N - accepted_N
         columns = expected_N, accepted_N, verified_N, lost_N
         classes = [*_summed(_octaves(outcomes.anchors_N + 1), *columns)]
-        policies = list(dict.fromkeys(policy for policy, _ in names))
-        if policies != [""]:
-            policy_N = np.array([policies.index(policy) for policy, _ in names])
+        places = {policy: place for place, policy in enumerate(dict.fromkeys(policy for policy, _ in names))}
+        if list(places) != [""]:
+            policies, policy_N = list(places), np.array([places[policy] for policy, _ in names])
             classes += [(policies[place], sums) for place, sums in _summed(policy_N, *columns) if policies[place]]
         if not any([self.switch.observe_class(number, name, *sums) for name, sums in classes]):
             self.switch.observe(number, *(part_N.sum().item() for part_N in columns))

@@ -149,7 +149,7 @@ class AcceptanceEstimate:
         What requests lean on is worked out once."""
         places: dict[tuple[str | None, Hashable | None], int] = {}
         place_B = [places.setdefault(pair, len(places)) for pair in names]
-        means_BG = np.array([self._widest(*pair) for pair in places])[place_B]
+        means_BG = np.array([self._widest(*pair) for pair in places]).reshape(-1, self._width)[place_B]
         self._narrow(means_BG, self._groups, groups)
         self._narrow(means_BG, self._requests, requests)
         return np.multiply.accumulate(means_BG, axis=1)
@@ -231,8 +231,8 @@ class DriftAlarm:
     """One-sided cumulative sum of (predicted - actual) accepted drafts per verified one.
 
     Sounds when more than `threshold` drafts, beyond `slack` of each, were missing from what was predicted
-    (calibration or drafter no longer fit the policy), and plain steps would have brought as much as came since
-    the sum began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
+    (calibration or drafter no longer fit the policy), and drafts brought clearly less than they cost since the sum
+    began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
     """
 
     def __init__(self, threshold: float = 64.0, slack: float = 0.05) -> None:
@@ -241,7 +241,8 @@ class DriftAlarm:
         self._lost = 0.0
 
     def observe(self, predicted: float, accepted: int, verified: int, lost: float) -> bool:
-        """Drafts of a step, and by how many tokens plain steps would have brought more in its time."""
+        """Drafts of a step, and how many more would have had to be accepted for the verified ones to bring most of what
+        they cost (`engine.dspark.record`); less than 0 where they did."""
         self.level = max(0.0, self.level + predicted - accepted - self._slack * verified)
         self._lost = self._lost + lost if self.level else 0.0
         if self.level <= self._threshold:
@@ -286,8 +287,9 @@ class DraftSwitch:
         over: one class that has drifted switches nobody else off."""
         off = self._classes.get(name)
         if off is None:
-            while len(self._classes) >= _MOST_KINDS:
-                del self._classes[next(iter(self._classes))]
+            if len(self._classes) >= _MOST_KINDS:
+                allowed = (other for other, known in self._classes.items() if step >= known.until)
+                del self._classes[next(allowed, next(iter(self._classes)))]
             off = self._classes[name] = _Off(DriftAlarm(_CLASS_THRESHOLD), self._cooldown)
         until = off.until
         off.observe(step, predicted, accepted, verified, lost)
@@ -298,7 +300,8 @@ class DraftSwitch:
         return True
 
     def observe(self, step: int, predicted: float, accepted: int, verified: int, lost: float) -> None:
-        """A step's expected and actual accepted drafts, and by how many tokens plain steps would have brought more."""
+        """A step's expected and actual accepted drafts, those that were verified, and those that were `DriftAlarm`'s
+        lost."""
         self._whole.observe(step, predicted, accepted, verified, lost)
 
     def renew(self) -> None:

@@ -167,7 +167,8 @@ class RoundStepper:
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
-        captured, (tier, verify, slots, *_, shared) = self._ready(plan)
+        captured, (tier, verify, slots, *_, shares) = self._ready(plan)
+        prefixes = plan.prefixes if shares else []
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
         began = mark(self._table.device)
         adapters = captured.launches.adapters
@@ -175,7 +176,7 @@ class RoundStepper:
             self._counters.stack_copies += adapters.prepare(np.array(plan.adapters))
         inputs.message.copy_(staged(plan.message(tier), device), non_blocking=True)
         inputs.page_tables_BP[:rows, :columns].copy_(staged(plan.page_tables_BP, device), non_blocking=True)
-        captured.launches.share(plan.prefixes if shared else [], verify / plan.rows)
+        captured.launches.share(prefixes, verify / plan.rows)
         record_BF = captured.launches.record_BF[:rows]
         record_RBF = torch.empty((plan.rounds, *record_BF.shape), dtype=torch.int32, pin_memory=record_BF.is_cuda)
         for taken_BF in record_RBF:
@@ -184,7 +185,7 @@ class RoundStepper:
             taken_BF.copy_(record_BF, non_blocking=True)
         stacked = adapters is not None and adapters.stack is not None
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
-        self._counters.shared_rounds += plan.rounds if shared else 0
+        self._counters.shared_rounds += plan.rounds if prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
         result, ended = RoundResult(copy, record_RBF, tier, verify, slots), mark(self._table.device)
         if began is not None and ended is not None:
@@ -204,16 +205,29 @@ class RoundStepper:
         if kind != self._kind:
             self._kind = kind
             self.changes += 1
-        key = (self.row_tier(plan.rows), verify, slots, *kind, bool(plan.prefixes))
-        if plan.prefixes and key not in self._captured and not self._pays(plan, verify):
-            key = (*key[:-1], False)
-        if key not in self._captured and not plan.capture:
-            key = self._roomy(key) or key
+        key = self._chosen((self.row_tier(plan.rows), verify, slots, *kind, bool(plan.prefixes)), plan)
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
             self.changes += 1
         return captured, key
+
+    def _chosen(self, key: _Key, plan: RoundPlan) -> _Key:
+        """The graph to run as, which may have to be made: `key`, one that is there with room for it, or one that does
+        not share while that is cheaper than making one that does."""
+
+        def there(wanted: _Key) -> _Key | None:
+            for exact in (wanted, (*wanted[:-1], True)):
+                if exact in self._captured:
+                    return exact
+            return None if plan.capture else self._roomy(wanted)
+
+        found = there(key)
+        if found is None and plan.prefixes:
+            apart = there((*key[:-1], False))
+            if apart is not None and not self._pays(plan, key[1]):
+                return apart
+        return found or key
 
     def _pays(self, plan: RoundPlan, verify: int) -> bool:
         """Whether rounds that do not share prefixes have lost as much by now as one more graph takes."""
@@ -226,14 +240,14 @@ class RoundStepper:
         return True
 
     def _roomy(self, key: _Key) -> _Key | None:
-        """The least of the graphs there are that has room for what `key` has room for."""
+        """The least of the graphs there are that has room for what `key` has room for. One that can share need not."""
         fitting = [
             other
             for other in self._captured
-            if other[3:] == key[3:] and all(have >= need for have, need in zip(other[:3], key[:3], strict=True))
-            if other[2] or other[0] == key[0]
+            if other[3:5] == key[3:5] and all(have >= need for have, need in zip(other[:3], key[:3], strict=True))
+            if (other[2] or other[0] == key[0]) and other[5] >= key[5]
         ]
-        return min(fitting, key=lambda other: (other[1], other[2], other[0]), default=None)
+        return min(fitting, key=lambda other: (other[1], other[2], other[0], other[5]), default=None)
 
     def row_tier(self, rows: int) -> int:
         """Rows of the graph that is made for these."""

@@ -61,22 +61,27 @@ class RoundSweep:
         self._ahead = 2 * max(block, (1 + drafts) * _ROUNDS, _PLAIN_STEPS) + 1
         self._context = min(_CONTEXT, longest - self._ahead)
 
-    def run(self, rows: int) -> list[tuple[StepShape, float]]:
-        """Times of the most telling shapes first, as many as fit the configured seconds; captures take their own. Every
-        size of batch has graphs of few, some and all drafts then: what is made while it serves stands in the way, and
-        batches that shrink as their requests end stay with none for long enough to be worth a graph of theirs."""
+    def run(self, rows: int, seconds: float) -> list[tuple[StepShape, float]]:
+        """Times of the most telling shapes first, as many as fit so many seconds; captures take their own. Every
+        size of batch has graphs of few, some and all drafts then, timed or not: what is made while it serves stands in
+        the way, and batches that shrink as their requests end stay with none for long enough to be worth a graph of
+        theirs."""
         began, captured, times = time.perf_counter(), self._counters.graph_capture_seconds, []
         counts = _counts(rows)
         others = [tier for tier in reversed(self._stepper.row_tiers) if tier < rows and tier not in counts]
         # One draft a row is the cheapest round there is, and where kernels change with their sizes others say little
         # of it: what is not measured, and seems too long, is never tried.
         shapes = (*self._shapes(counts), *self._shapes(others, whole=False), *self._shapes(others))
+        made: set[tuple[int, int, float]] = set()
         for shape in dict.fromkeys(shapes):
+            graph = shape.rows, shape.tier, shape.share
             spent = time.perf_counter() - began - (self._counters.graph_capture_seconds - captured)
-            if spent > self._config.sweep_seconds:
-                logger.info("step times of %d shapes measured in %g s", len(times), self._config.sweep_seconds)
-                break
-            times.append(self._time(shape))
+            if spent < seconds:
+                times.append(self._time(shape))
+            elif shape.drafting and graph not in made:
+                self._time(shape, launches=1)
+            made |= {graph} if shape.drafting else set()
+        logger.info("step times of %d shapes measured in %g s", len(times), seconds)
         return times
 
     def _shapes(self, counts: list[int], whole: bool = True) -> list[StepShape]:
@@ -104,14 +109,14 @@ class RoundSweep:
             shapes += [_behind(shape, short) for shape in both]
         return shapes
 
-    def _time(self, shape: StepShape) -> tuple[StepShape, float]:
+    def _time(self, shape: StepShape, launches: int = 2) -> tuple[StepShape, float]:
         """The shape that ran, and its seconds: the device's own, where it has some. A host that is slower than the
         device shows when it serves, while what takes too long here would never be tried. The first of two launches
         captures, and keeps the device busy while the host is at the second."""
         slots, device, ran = list(range(shape.rows)), self._table.device, None
         tables_BP, context = self._tables(shape.rows), round(shape.tokens_read) // shape.rows
         self._table.admit([self._row(slot, context) for slot in slots])
-        for _ in range(2):
+        for _ in range(launches):
             began, started = time.perf_counter(), mark(device)
             if shape.drafting:
                 ran = self._stepper.run(self._round(shape, slots, tables_BP), [])

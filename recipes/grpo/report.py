@@ -64,6 +64,7 @@ def step_means(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "released_gib": round(mean("memory/released_gib"), 3),
         "step_seconds": round(mean("timing_s/step"), 3),
         "rollout_seconds": round(mean("timing_s/gen"), 3),
+        "reward_seconds": round(mean("timing_s/reward"), 3),
         **_drafts(history),
         "train_seconds": round(mean("timing_s/update_actor"), 3),
         "publish_seconds": round(mean("timing_s/param_sync"), 3),
@@ -72,7 +73,7 @@ def step_means(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _drafts(history: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Of runs that speculate: [train_step, policy version, accept length, milliseconds of rollout a token]."""
+    """Of runs that speculate: [train_step, policy version, accept length, milliseconds of generation a token]."""
     rows = [
         [
             int(values["step"]),

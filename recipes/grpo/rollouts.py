@@ -39,7 +39,7 @@ class Rollout:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else float("nan")
+        return self.tokens / self.generating if self.generating else float("nan")
 
     def metrics(self) -> dict[str, float]:
         return {

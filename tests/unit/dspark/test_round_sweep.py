@@ -16,8 +16,12 @@ DRAFTS = 7
 class Timed(RoundSweep):
     """Notes shapes in the place of running them."""
 
-    def _time(self, shape):
+    def _time(self, shape, launches=2):
+        self.launched.append((shape, launches))
         return shape, 1e-3
+
+    def launched_once(self):
+        return [shape for shape, launches in self.launched if launches == 1]
 
 
 def sweep(rows, **fields):
@@ -30,12 +34,14 @@ def sweep(rows, **fields):
     )
     pages = SimpleNamespace(pool=None, draft_pool=None, page_size=16)
     config = DSparkConfig(drafter="some", **fields)
-    return Timed(stepper, None, None, pages, config, DRAFTS, 7, 4096, EngineCounters())
+    timed = Timed(stepper, None, None, pages, config, DRAFTS, 7, 4096, EngineCounters())
+    timed.launched = []
+    return timed
 
 
 @pytest.mark.parametrize("rows", [1, 6, 48, 256])
 def test_every_size_of_batch_is_met_with_few_some_and_all_drafts(rows):
-    times = sweep(rows, sweep_seconds=600.0).run(rows)
+    times = sweep(rows).run(rows, 600.0)
     shapes = [shape for shape, _ in times]
     assert len(shapes) == len(set(shapes)), "nothing is measured twice"
     largest = tiers_of_verify_rows(rows, DRAFTS)[-1]
@@ -48,5 +54,9 @@ def test_every_size_of_batch_is_met_with_few_some_and_all_drafts(rows):
     assert [shape.rows for shape in shapes[:4]] == [rows] * 4, "the largest batch first, whose graphs serve others"
 
 
-def test_a_sweep_ends_when_its_seconds_do():
-    assert len(sweep(48, sweep_seconds=1e-9).run(48)) <= 1
+def test_what_no_seconds_are_left_for_has_graphs_all_the_same():
+    timed, untimed = sweep(48), sweep(48)
+    shapes = {(s.rows, s.tier, s.share) for s, _ in timed.run(48, 600.0) if s.drafting}
+    assert untimed.run(48, 0.0) == []
+    made = [(s.rows, s.tier, s.share) for s in untimed.launched_once()]
+    assert len(made) == len(set(made)) and set(made) == shapes and len(untimed.launched) == len(made)

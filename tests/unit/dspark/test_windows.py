@@ -81,6 +81,9 @@ def test_a_class_of_which_drafts_are_lost_is_left_alone_and_tried_again():
     assert switch.barred(24) == {"long"}
     off = [step for step in range(24, 200) if switch.barred(step)]
     assert off and off == list(range(24, off[-1] + 1)), "off from now on, for a while"
+    for number in range(1100):
+        switch.observe_class(24, f"policy {number}", 1.0, 1, 4, -2.0)
+    assert switch.barred(24) == {"long"}, "of so many, those that are allowed are forgotten"
     switch.renew()
     assert not switch.barred(24)
 

@@ -130,6 +130,32 @@ def test_sharing_waits_until_it_has_lost_what_its_graph_takes(monkeypatch) -> No
     assert pays.count(True) == 100 // (first + 1), "each graph waits for itself"
 
 
+def test_graphs_that_are_there_serve_before_others_are_made() -> None:
+    """(verify rows, shares) of the graphs there are, whether rows share, whether one may be made, and what runs."""
+    stepper, kind = object.__new__(RoundStepper), ("modes", None)
+    stepper._pays = lambda plan, verify: False
+    cases = [
+        ([(16, False)], True, True, (16, False)),
+        ([(16, False)], True, False, (16, False)),
+        ([(32, True)], True, False, (32, True)),
+        ([(32, True)], False, False, (32, True)),
+        ([(32, False)], True, False, (32, False)),
+        ([(16, True), (32, False)], False, False, (16, True)),
+        ([(32, True), (32, False)], False, False, (32, False)),
+        ([(32, False)], False, True, (16, False)),
+        ([], True, True, (16, True)),
+        ([], False, False, (16, False)),
+    ]
+    for captured, shares, capture, chosen in cases:
+        stepper._captured = {(8, verify, 16, *kind, flag): None for verify, flag in captured}
+        plan = SimpleNamespace(prefixes=[None] * shares, capture=capture)
+        assert stepper._chosen((8, 16, 16, *kind, shares), plan) == (8, chosen[0], 16, *kind, chosen[1]), captured
+    stepper._pays = lambda plan, verify: True
+    plan = SimpleNamespace(prefixes=[None], capture=False)
+    stepper._captured = {(8, 16, 16, *kind, False): None}
+    assert stepper._chosen((8, 16, 16, *kind, True), plan) == (8, 16, 16, *kind, True), "one that pays is made"
+
+
 @slow
 @pytest.mark.parametrize(("mode", "capture"), [("compact", -1e9), ("static", -1e9), ("compact", 1e9)])
 def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode: str, capture: float) -> None:

@@ -157,11 +157,10 @@ def test_graphs_that_are_there_serve_before_others_are_made() -> None:
 
 
 @slow
-@pytest.mark.parametrize(("mode", "capture"), [("compact", -1e9), ("static", -1e9), ("compact", 1e9)])
-def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode: str, capture: float) -> None:
-    """Samples of a prompt between others, whose prefix every round on the device reads once, unless graphs that do
-    are too dear."""
-    monkeypatch.setattr(RoundStepper, "capture_seconds", capture)
+@pytest.mark.parametrize("mode", ["compact", "static"])
+def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode: str) -> None:
+    """Samples of a prompt between others, whose prefix every round on the device reads once."""
+    monkeypatch.setattr(RoundStepper, "capture_seconds", -1e9)
     for name in ("MIN_SAVED_BYTES", "MIN_SAVED_SEGMENT_BYTES"):
         monkeypatch.setattr(decode_metadata, name, -(1 << 40))
     engine = device_engine(t_full, save_random(tmp_path / "d0"), mode=mode, least=1, probe_every=1)
@@ -172,9 +171,6 @@ def test_rounds_of_a_group_equal_plain_steps(t_full, tmp_path, monkeypatch, mode
     ]
     assert_same(engine.generate(requests), make_engine(t_full, page_size=4).generate(requests))
     engine.check()
-    if capture > 0:
-        assert not engine.counters.shared_rounds and engine.counters.device_rounds
-        return
     plans = [round.launches._plan for round in engine._loop._rounds._stepper._captured.values()]
     assert any(plan.shared is not None and int(plan.shared.before.own_start_B.max()) == 16 for plan in plans)
     assert 0 < engine.counters.shared_rounds <= engine.counters.device_rounds

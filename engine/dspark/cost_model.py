@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engine.dspark.nearby_steps import MeasuredKind, NearbySteps, point, points
+from engine.dspark.nearby_steps import MeasuredKind, NearbySteps, lifted, point, points
 from engine.errors import InvalidRequest
 
 _KV_UNIT = 65_536.0
@@ -65,10 +65,10 @@ class StepShape:
 @dataclass(frozen=True, slots=True)
 class StepWeights:
     """Of steps with drafts: how much of each coefficient they take, float64 [C, D - 4], all but what they read; where
-    they lie among steps that were measured, float64 [C, 4]."""
+    they lie among steps that were measured (`nearby_steps.lifted`), float64 [C, 6]."""
 
     terms_CD: np.ndarray
-    points_C4: np.ndarray
+    lifted_C6: np.ndarray
 
 
 class CostKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,7 +159,7 @@ class CostModel:
         known_D = self._coefficients_D
         sums = [sum(float(known_D[place]) * weight for place, weight in self._terms(shape)) for shape in shapes]
         fitted_C = np.array([max(seconds * self._unit, self._floor) for seconds in sums])
-        return fitted_C * self._corrections(np.array([_point(shape) for shape in shapes]))
+        return fitted_C * self._corrections(lifted(np.array([_point(shape) for shape in shapes])))
 
     def weights(self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray) -> StepWeights:
         """What the times of steps with drafts are made of. It stays as it is, whatever the fit learns."""
@@ -168,7 +168,7 @@ class CostModel:
         weights_CD[:, count : 2 * count] = _spread(self._rows_K, rows_C)
         weights_CD[:, 2 * count : 3 * count] = _spread(self._rows_K, rows_C * shares_C)
         weights_CD[:, 3 * count :] = _spread(self._tiers_K, tiers_C)[:, 1:]
-        return StepWeights(weights_CD, points(rows_C, tiers_C, rows_C * shares_C))
+        return StepWeights(weights_CD, lifted(points(rows_C, tiers_C, rows_C * shares_C)))
 
     def times(self, weights: StepWeights, tokens_read: float, context_queries_C: np.ndarray) -> np.ndarray:
         """Seconds float64 [C], as `predict`, of steps of one batch that differ in what they draft and verify, and in
@@ -176,10 +176,10 @@ class CostModel:
         per_read, per_query = (self._coefficients_D[-2:] / _KV_UNIT).tolist()
         drafted_C = weights.terms_CD @ self._coefficients_D[:-4]
         seconds_C = drafted_C + per_read * tokens_read + per_query * context_queries_C
-        return np.maximum(seconds_C * self._unit, self._floor) * self._corrections(weights.points_C4)
+        return np.maximum(seconds_C * self._unit, self._floor) * self._corrections(weights.lifted_C6)
 
-    def _corrections(self, points_C4: np.ndarray) -> np.ndarray:
-        return self._nearby.corrections(points_C4, self._coefficients_D * self._unit, self._floor)
+    def _corrections(self, lifted_C6: np.ndarray) -> np.ndarray:
+        return self._nearby.corrections(lifted_C6, self._coefficients_D * self._unit, self._floor)
 
     @property
     def least_extra(self) -> float:
@@ -340,7 +340,7 @@ def _spread(knots_K: np.ndarray, values_C: np.ndarray) -> np.ndarray:
     last, rows_C = len(knots_K) - 1, np.arange(len(values_C))
     if not last:
         return np.ones((len(values_C), 1))
-    right_C = np.clip(np.searchsorted(knots_K, values_C), 1, last)
+    right_C = np.minimum(np.maximum(np.searchsorted(knots_K, values_C), 1), last)
     left_C = right_C - 1
     shares_C = np.maximum(0.0, (values_C - knots_K[left_C]) / (knots_K[right_C] - knots_K[left_C]))
     weights_CK = np.zeros((len(values_C), last + 1))

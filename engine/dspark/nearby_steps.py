@@ -51,9 +51,14 @@ class NearbySteps:
         self._count_K = np.zeros(_MOST_KINDS, dtype=np.int64)
         """Steps of each kind so far."""
         self._point_K4 = np.zeros((_MOST_KINDS, 4))
-        self._seconds_KN = np.ones((_MOST_KINDS, _LAST))
+        self._inner_6K = np.ones((6, _MOST_KINDS))
+        """With p a kind's point, n its weight and x another, n · exp(-|x - p|² / r²) is the exponential of a product:
+        x, 1 and -|x|² / r² (`lifted`), times 2p / r², log n - |p|² / r² and 1."""
+        self._seconds_KN = np.full((_MOST_KINDS, _LAST), np.inf)
+        """Without end where there were fewer."""
         self._features_KND = np.zeros((0, _LAST, size))
-        self._told: tuple[np.ndarray, np.ndarray] | None = None
+        self._error_K2: np.ndarray | None = None
+        """The median logarithm of measured over fitted, and 1, by kind, once somebody has asked."""
 
     def add(self, point_4: np.ndarray, features_D: np.ndarray, seconds: float) -> int:
         """A measured step; how many of its kind there are with it."""
@@ -68,23 +73,18 @@ class NearbySteps:
                 self._features_KND = np.concatenate((self._features_KND, more))
         at = int(self._count_K[place]) % _LAST
         self._point_K4[place] = point_4
+        self._inner_6K[:4, place] = 2.0 / _REACH**2 * point_4
         self._features_KND[place, at], self._seconds_KN[place, at] = features_D, seconds
-        self._count_K[place] += 1
-        self._told = None
-        return int(self._count_K[place])
+        return self._counted(place, int(self._count_K[place]) + 1)
 
-    def corrections(self, points_C4: np.ndarray, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
-        """What the fit's seconds are to be multiplied by, float64 [C]. `coefficients_D` are in seconds, and no step
-        takes less than `floor`; they change where a step is added, and only there."""
+    def corrections(self, lifted_C6: np.ndarray, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
+        """What the fit's seconds are to be multiplied by where `lifted` points lie, float64 [C]. `coefficients_D` are
+        in seconds, and no step takes less than `floor`; they change where a step is added, and only there."""
         if not self._places:
-            return np.ones(len(points_C4))
-        if self._told is None:
-            self._told = self._tell(coefficients_D, floor)
-        inner_5K, errors_K2 = self._told
-        lifted_C5 = np.concatenate((points_C4, np.ones((len(points_C4), 1))), axis=1)
-        # The point's own square is common to all kinds but for the doubt.
-        squares_C1 = (points_C4 * points_C4).sum(1, keepdims=True)
-        sums_C2 = np.exp(lifted_C5 @ inner_5K - squares_C1 / _REACH**2) @ errors_K2
+            return np.ones(len(lifted_C6))
+        if self._error_K2 is None:
+            self._error_K2 = self._errors(coefficients_D, floor)
+        sums_C2 = np.exp(lifted_C6 @ self._inner_6K[:, : len(self._places)]) @ self._error_K2
         return np.exp(sums_C2[:, 0] / (sums_C2[:, 1] + _DOUBT))
 
     def kept(self) -> list[MeasuredKind]:
@@ -101,22 +101,25 @@ class NearbySteps:
         for kind in kinds:
             for features, seconds in zip(kind.features, kind.seconds, strict=True):
                 self.add(np.array(kind.point), np.array(features), seconds)
-            self._count_K[len(self._places) - 1] = kind.count
+            self._counted(len(self._places) - 1, kind.count)
 
-    def _tell(self, coefficients_D: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
-        """What corrections are made of. With p a kind's point and n its weight, n · exp(-|x - p|² / r²) is the
-        exponential of x · 2p / r² + log n - |p|² / r², but for |x|² / r²: float64 [5, K]. And float64 [K, 2]: the
-        median logarithm of measured over fitted, and 1."""
+    def _counted(self, place: int, count: int) -> int:
+        """So many steps of a kind there were."""
+        self._count_K[place], self._error_K2, point_4 = count, None, self._point_K4[place]
+        self._inner_6K[4, place] = math.log(min(count, _SURE)) - float((point_4 * point_4).sum()) / _REACH**2
+        return count
+
+    def _errors(self, coefficients_D: np.ndarray, floor: float) -> np.ndarray:
+        """float64 [K, 2]."""
         known = len(self._places)
-        point_K4, rows_K = self._point_K4[:known], np.arange(known)
+        rows_K = np.arange(known)
         there_K = np.minimum(self._count_K[:known], _LAST)
         fitted_KN = np.maximum(self._features_KND[:known] @ coefficients_D, floor)
         error_KN = np.log(self._seconds_KN[:known] / fitted_KN)
-        error_KN = np.sort(np.where(np.arange(_LAST) < there_K[:, None], error_KN, np.inf), axis=1)
-        error_K = 0.5 * (error_KN[rows_K, (there_K - 1) // 2] + error_KN[rows_K, there_K // 2])
-        weight_K = np.log(np.minimum(self._count_K[:known], _SURE)) - (point_K4 * point_K4).sum(1) / _REACH**2
-        inner_5K = np.concatenate((2.0 / _REACH**2 * point_K4, weight_K[:, None]), axis=1).T.copy()
-        return inner_5K, np.stack((error_K, np.ones(known)), axis=1)
+        error_KN.sort(axis=1)
+        error_K2 = np.ones((known, 2))
+        error_K2[:, 0] = 0.5 * (error_KN[rows_K, (there_K - 1) // 2] + error_KN[rows_K, there_K // 2])
+        return error_K2
 
 
 def point(rows: float, tier: float, drafts: float, drafting: bool) -> np.ndarray:
@@ -129,3 +132,9 @@ def points(rows_C: np.ndarray, tiers_C: np.ndarray, drafts_C: np.ndarray) -> np.
     """The same of steps with drafts, float64 [C, 4]."""
     octaves_C3 = np.log2(np.maximum(1.0, np.stack((rows_C, tiers_C, drafts_C), axis=1)))
     return np.concatenate((octaves_C3, np.full((len(rows_C), 1), _APART)), axis=1)
+
+
+def lifted(points_C4: np.ndarray) -> np.ndarray:
+    """Points as `corrections` takes them, float64 [C, 6]."""
+    squares_C1 = (points_C4 * points_C4).sum(1, keepdims=True)
+    return np.concatenate((points_C4, np.ones_like(squares_C1), squares_C1 / -(_REACH**2)), axis=1)

@@ -43,7 +43,8 @@ class Graphs(Protocol):
         ...
 
     def ready(self, rows: int) -> Sequence[tuple[int, int, int]]:
-        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests."""
+        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests: the same for all numbers
+        that a graph would be made for with as many rows."""
         ...
 
 
@@ -80,6 +81,13 @@ class GraphChoice:
         self._asked: tuple[int, int, int, int, int] | None = None
         """What candidates were last asked for, and how often graphs had changed."""
         self._found: Candidates | None = None
+        self._weighed: tuple[int, np.ndarray, StepWeights] | None = None
+        """The most drafts of each request, rows, verify rows and slots of the graphs that were weighed last, and what
+        came of it: numbers of requests that differ by a few have the same graphs."""
+        self._known: tuple[int, int] | None = None
+        """Rows of a graph for the requests that `_there_C3` is for, and how often graphs had changed."""
+        self._there_C3 = np.empty((0, 3), dtype=np.int64)
+        """Rows, verify rows and drafts made of graphs that are there."""
 
     def candidates(self, rows: int, whole: int, least: int, most: int) -> Candidates | None:
         """Those for `least` to `most` drafts of so many requests, `whole` of each at most; None where there are none.
@@ -103,10 +111,16 @@ class GraphChoice:
         graphs_C4 = np.concatenate((reachable_C4, self._ready(rows, least, most)))
         if not len(graphs_C4):
             return None
-        padded_C, tiers_C, budgets_C, slots_C = graphs_C4.T
-        shares_C = slots_C / (padded_C * whole) if self._ragged else np.ones(len(padded_C))
-        weights = self._cost.weights(padded_C, tiers_C, shares_C)
+        _, tiers_C, budgets_C, slots_C = graphs_C4.T
+        weights = self._weights(whole, graphs_C4[:, [0, 1, 3]])
         return Candidates(tiers_C, budgets_C, slots_C, weights, len(reachable_C4))
+
+    def _weights(self, whole: int, graphs_C3: np.ndarray) -> StepWeights:
+        if self._weighed is None or self._weighed[0] != whole or not np.array_equal(self._weighed[1], graphs_C3):
+            padded_C, tiers_C, slots_C = graphs_C3.T
+            shares_C = slots_C / (padded_C * whole) if self._ragged else np.ones(len(padded_C))
+            self._weighed = whole, graphs_C3, self._cost.weights(padded_C, tiers_C, shares_C)
+        return self._weighed[2]
 
     def _reachable(self, rows: int, least: int, most: int) -> np.ndarray:
         """Those that could be made, up to the first that holds all."""
@@ -124,13 +138,14 @@ class GraphChoice:
 
     def _ready(self, rows: int, least: int, most: int) -> np.ndarray:
         """Those that are there, but for what another outdoes."""
-        ready = [] if self._graphs is None else self._graphs.ready(rows)
-        graphs = [(padded, tier, slots or most) for padded, tier, slots in ready]
-        held = [(padded, tier, min(tier - rows, most, slots), slots) for padded, tier, slots in graphs]
-        graphs_C4 = np.array(held, dtype=np.int64).reshape(-1, 4)
-        if not len(graphs_C4):
-            return graphs_C4
-        return graphs_C4[(graphs_C4[:, 2] >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
+        if self._graphs is not None and (known := (self._graphs.row_tier(rows), self._graphs.changes)) != self._known:
+            self._there_C3 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 3)
+            self._known = known
+        padded_C, tiers_C, slots_C = self._there_C3.T
+        slots_C = np.where(slots_C > 0, slots_C, most)
+        budgets_C = np.minimum(np.minimum(tiers_C - rows, most), slots_C)
+        graphs_C4 = np.stack((padded_C, tiers_C, budgets_C, slots_C), axis=1)
+        return graphs_C4[(budgets_C >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
 
     def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
         """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""
@@ -143,9 +158,9 @@ class GraphChoice:
 
 def _outdone(costs_CN: np.ndarray) -> np.ndarray:
     """Whether another is nowhere more and somewhere less, bool [C]: a fit that has seen neither is not asked."""
-    no_more_CC = np.all(costs_CN[None] <= costs_CN[:, None], axis=2)
-    less_CC = np.any(costs_CN[None] < costs_CN[:, None], axis=2)
-    return np.any(no_more_CC & less_CC, axis=1)
+    no_more_CC = np.logical_and.reduce([cost_C <= cost_C[:, None] for cost_C in costs_CN.T])
+    # Who is nowhere more is less somewhere, unless the same holds the other way round.
+    return np.any(no_more_CC & ~no_more_CC.T, axis=1)
 
 
 def slots_for(budget: int, most: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from engine.dspark.survival import LaggedSurvivals
+from engine.dspark.survival import LaggedSurvivals, sums_by
 
 _FADE = 0.995
 _START, _DOUBT = 1.0, 0.2
@@ -32,18 +32,18 @@ class Persistence:
 
     def shares(self, kinds: Sequence[Hashable]) -> np.ndarray:
         """float64 [B], within [0, 1]: of an old difference from what outcomes say, what is left now."""
-        known = {kind: self._share(kind) for kind in set(kinds)}
+        known = {kind: self._share(kind) for kind in dict.fromkeys(kinds)}
+        if len(known) == 1:
+            return np.full(len(kinds), known[kinds[0]])
         return np.array([known[kind] for kind in kinds])
 
     def observe(self, kinds: Sequence[Hashable], old_B: np.ndarray, fresh_B: np.ndarray) -> None:
         """What was known of these requests when they were planned, and what their drafter then said: differences of
         first drafts' survivals from what outcomes alone said."""
         parts_B5 = np.stack((np.ones(len(old_B)), old_B, fresh_B, old_B**2, old_B * fresh_B), axis=1)
-        for kind in dict.fromkeys(kinds):
-            own = [kind == other for other in kinds]
+        for kind, count, (added,) in sums_by(kinds, parts_B5[None]):
             before = self._moments.pop(kind, None)
-            added = parts_B5[own].sum(0)
-            self._moments[kind] = added if before is None else before * _FADE ** added[0] + added
+            self._moments[kind] = added if before is None else before * _FADE**count + added
         while len(self._moments) > _MOST_KINDS:
             # The one that was met longest ago comes first.
             del self._moments[next(iter(self._moments))]
@@ -86,12 +86,14 @@ class Foresight:
     def note(self, step: int, keys: Sequence[Hashable], survival_BG: np.ndarray) -> None:
         """What drafters were sure of in `step`."""
         self._lagged.note(step, keys, survival_BG)
-        kinds, places, old_B, prior_B = self._said.pop(step, ([], {}, np.empty(0), np.empty(0)))
-        pairs = [(row, places[key]) for row, key in enumerate(keys) if key in places]
-        pairs = [(row, at) for row, at in pairs if not np.isnan(old_B[at] + survival_BG[row, 0])]
-        if pairs:
-            rows, at = (list(part) for part in zip(*pairs, strict=True))
-            self._persistence.observe([kinds[place] for place in at], old_B[at], survival_BG[rows, 0] - prior_B[at])
+        if step not in self._said:
+            return
+        kinds, places, old_B, prior_B = self._said.pop(step)
+        place_B, fresh_B = np.array([places.get(key, -1) for key in keys], dtype=np.int64), survival_BG[:, 0]
+        told_B = (place_B >= 0) & ~np.isnan(old_B[place_B] + fresh_B)
+        if told_B.any():
+            at, fresh = place_B[told_B], fresh_B[told_B]
+            self._persistence.observe([kinds[place] for place in at.tolist()], old_B[at], fresh - prior_B[at])
 
     def renew(self) -> None:
         """Confidences of a new drafter say nothing beside those of the old one."""

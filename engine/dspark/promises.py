@@ -42,6 +42,8 @@ class Promises:
         """float64 [B, G]: what survivals are to be multiplied by."""
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
         ratios_UG = np.array([self._ratios(kind) for kind in places]).reshape(len(places), self._drafts)
+        if len(places) == 1:
+            return ratios_UG.repeat(len(kinds), axis=0)
         return ratios_UG[[places[kind] for kind in kinds]]
 
     def renew(self, left: float) -> None:

@@ -49,8 +49,8 @@ class Reliability:
 
     def observe(self, predicted_NG: np.ndarray, labels_NG: np.ndarray) -> None:
         """Predictions and labels of equal shape; a label of NaN was not observed."""
-        _, position_S = seen = np.nonzero(~np.isnan(labels_NG))
-        p_S, y_S = predicted_NG[seen], labels_NG[seen]
+        seen_S = np.flatnonzero(~np.isnan(labels_NG))
+        p_S, y_S, position_S = predicted_NG.ravel()[seen_S], labels_NG.ravel()[seen_S], seen_S % labels_NG.shape[1]
         place_S = _places(position_S, p_S, CALIBRATION_BINS)
         for sums, weights_S in ((self.count_GK, None), (self.predicted_GK, p_S), (self.labels_GK, y_S)):
             sums += np.bincount(place_S, weights_S, sums.size).reshape(sums.shape)

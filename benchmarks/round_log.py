@@ -4,9 +4,8 @@
     python -m benchmarks.round_log LOG.jsonl.gz                                               # print what it holds
 
 Owns hooks around planners, rounds, bursts and prompts of all engines of a process, and the log's lines. Garbage
-collections are in it too, as they stop what launches. Times are
-milliseconds: `t` since the log began, `host` of the call, `device` of a round and `idle` of the device before the first
-of them. Ignores what is run.
+collections are in it too, as they stop what launches. Times are milliseconds: `t` since the log began, `host` of the
+call, `device` of a round and `idle` of the device before the first of them. Ignores what is run.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _Log:
         self._file.write(json.dumps({"event": event, **times, **facts}) + "\n")
 
     def garbage(self, phase: str, told: dict[str, int]) -> None:
-        """All generations at once, or some thousand lines a second would tell of nothing."""
+        """Those of all generations: the others are many and short."""
         if phase == "start":
             self._collecting = time.perf_counter()
         elif told["generation"] == 2:

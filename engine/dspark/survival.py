@@ -179,8 +179,7 @@ class AcceptanceEstimate:
 
     def renew(self, left: float) -> None:
         """Drafter or target are others: what is known weighs `left` of what it did."""
-        for sums_2G in self._wide.values():
-            sums_2G *= left
+        self._wide = {key: left * sums_2G for key, sums_2G in self._wide.items()}
         for level in (self._groups, self._requests):
             for sums in level.values():
                 for part in sums:

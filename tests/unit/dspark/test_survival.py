@@ -66,6 +66,17 @@ def test_what_is_found_of_some_drafts_is_expected_of_later_ones():
     assert chances[2] / chances[1] == pytest.approx(0.2, abs=0.01)
 
 
+def test_what_is_left_of_the_first_outcomes_is_left_once_of_each_mean():
+    """All, their policy and their kind begin with the same sums."""
+    estimate = AcceptanceEstimate(1, start=0.5, leaning=8.0)
+    estimate.observe_kinds([("", "kind")], np.array([[1.0]]), weight=80.0)
+    estimate.renew(0.1)
+    mean = 0.5
+    for _ in range(3):
+        mean = (8.0 + 8.0 * mean) / 16.0
+    assert asked(estimate, "new", "new", "", "kind")[0] == pytest.approx(mean)
+
+
 def test_what_the_only_request_of_a_group_showed_counts_once():
     alone, twice = AcceptanceEstimate(1), AcceptanceEstimate(1)
     for _ in range(4):

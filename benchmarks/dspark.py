@@ -61,6 +61,8 @@ class Sweep:
     def run(self, sides: Sequence[str], concurrency: Sequence[int], temperatures: Sequence[float]) -> None:
         for side in sides:
             engine = self.make(side)
+            # Reading them brings libraries along that take long to collect.
+            self._requests(max(concurrency), temperatures[0], 0)
             gc.collect()
             gc.freeze()  # as an engine's actor does
             for count in concurrency:

@@ -144,6 +144,12 @@ class Sample:
     def remaining(self) -> int:
         return self.group.request.sampling.max_new - len(self.ids)
 
+    def taken(self, start: int, count: int) -> tuple[list[int], list[float]]:
+        """`count` new tokens from number `start` on, none of which came with the request, and their
+        log-probabilities."""
+        end, shift = start + count, self.resumed
+        return self.ids[start:end], self.columns.logprobs[start - shift : end - shift]
+
     def tokens(self) -> np.ndarray:
         """int32 [length]: prompt then new tokens."""
         return np.concatenate([self.group.prompt, np.asarray(self.ids, dtype=np.int32)])

@@ -67,8 +67,7 @@ class BlockEstimate:
         """One verify step: all drafts made with their log q (None where they are kept by equality), how many
         were verified and accepted, and the tokens it emitted with their log p under the target (fewer
         than accepted + 1 after a stop)."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self._meet(request, token, logprob)
+        self.plain(request, tokens, logprobs)
         emitted = len(tokens)
         if is_exact(len(drafts), verified, accepted, emitted):
             self._close(emitted, emitted, emitted, exact=True)
@@ -98,9 +97,10 @@ class BlockEstimate:
         """Whether a trimmed step of the request waits for its next tokens."""
         return request in self._open
 
-    def plain(self, request: Hashable, token: int, logprob: float) -> None:
-        """A token from a step without drafts."""
-        self._meet(request, token, logprob)
+    def plain(self, request: Hashable, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Tokens from steps whose own windows are not looked at."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self._meet(request, token, logprob)
 
     def end(self, request: Hashable, stopped: bool) -> None:
         """The request is over. After a stop nothing more would have been emitted; else the rest stays open."""

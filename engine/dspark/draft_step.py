@@ -55,10 +55,7 @@ class DraftStep:
     def emitted_by(self, row: int) -> tuple[list[int], list[float]]:
         """The tokens that a row took in, and their log-probabilities."""
         assert self.emitted is not None
-        sample, start = self.samples[row], self.known[row]
-        end = start + self.emitted[row]
-        shift = len(sample.columns.logprobs) - len(sample.ids)
-        return sample.ids[start:end], sample.columns.logprobs[start + shift : end + shift]
+        return self.samples[row].taken(self.known[row], self.emitted[row])
 
     def tokens(self) -> list[list[int]]:
         """What each row feeds: its anchor and its drafts."""

@@ -20,8 +20,8 @@ from engine.request import Sample
 class Outcomes:
     """By row: drafts made, verified, kept at most and accepted, tokens emitted, where its anchor stood, and the price
     of a verified draft: what each had to bring, in tokens, for plain steps not to bring more. Survivals are those
-    that were predicted; chances are NaN where they are not known. Rows are those of `samples`, in so many `steps`, the
-    last of which was planned as number `step`."""
+    that were predicted; chances are NaN where they are not known. Row n is one of `samples[sample_N[n]]`, in one of so
+    many `steps`, the last of which was planned as number `step`."""
 
     made_N: np.ndarray
     verified_N: np.ndarray
@@ -33,6 +33,7 @@ class Outcomes:
     survival_NG: np.ndarray
     chances_NG: np.ndarray
     confidence_NG: np.ndarray | None
+    sample_N: np.ndarray
     samples: list[Sample]
     step: int
     steps: int
@@ -51,6 +52,7 @@ class Outcomes:
             survival_NG=step.survival_BG,
             chances_NG=step.chances_BG,
             confidence_NG=None if confidence_BG is None else confidence_BG.double().cpu().numpy(),
+            sample_N=np.arange(rows),
             samples=step.samples[:rows],
             step=step.plan.step,
             steps=1,
@@ -61,10 +63,12 @@ class Outcomes:
         """Those of one drafter, one behind the other."""
         if len(parts) == 1:
             return parts[0]
+        firsts = np.cumsum([0, *(len(part.samples) for part in parts)]).tolist()
         confidences = [part.confidence_NG for part in parts if part.confidence_NG is not None]
         return Outcomes(
             **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS},
             confidence_NG=np.concatenate(confidences) if confidences else None,
+            sample_N=np.concatenate([first + part.sample_N for first, part in zip(firsts, parts, strict=False)]),
             samples=[sample for part in parts for sample in part.samples],
             step=parts[-1].step,
             steps=sum(part.steps for part in parts),

@@ -15,7 +15,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from engine.dspark.survival import LaggedSurvivals, sums_by
+from engine.dspark.kinds import Kinds
+from engine.dspark.survival import LaggedSurvivals
 
 _FADE = 0.995
 _START, _DOUBT = 1.0, 0.2
@@ -30,18 +31,15 @@ class Persistence:
         self._moments: dict[Hashable, np.ndarray] = {}
         """Of each kind: how many, sums of old, of fresh, of old squared and of both multiplied; all fade."""
 
-    def shares(self, kinds: Sequence[Hashable]) -> np.ndarray:
+    def shares(self, kinds: Kinds) -> np.ndarray:
         """float64 [B], within [0, 1]: of an old difference from what outcomes say, what is left now."""
-        known = {kind: self._share(kind) for kind in dict.fromkeys(kinds)}
-        if len(known) == 1:
-            return np.full(len(kinds), known[kinds[0]])
-        return np.array([known[kind] for kind in kinds])
+        return kinds.each(np.array([self._share(kind) for kind in kinds.names]))
 
-    def observe(self, kinds: Sequence[Hashable], old_B: np.ndarray, fresh_B: np.ndarray) -> None:
+    def observe(self, kinds: Kinds, old_B: np.ndarray, fresh_B: np.ndarray) -> None:
         """What was known of these requests when they were planned, and what their drafter then said: differences of
         first drafts' survivals from what outcomes alone said."""
         parts_B5 = np.stack((np.ones(len(old_B)), old_B, fresh_B, old_B**2, old_B * fresh_B), axis=1)
-        for kind, count, (added,) in sums_by(kinds, parts_B5[None]):
+        for kind, count, (added,) in kinds.sums(parts_B5[None]):
             before = self._moments.pop(kind, None)
             self._moments[kind] = added if before is None else before * _FADE**count + added
         while len(self._moments) > _MOST_KINDS:
@@ -64,19 +62,17 @@ class Foresight:
     def __init__(self) -> None:
         self._lagged = LaggedSurvivals()
         self._persistence = Persistence()
-        self._said: OrderedDict[int, tuple[list[Hashable], dict[Hashable, int], np.ndarray, np.ndarray]] = OrderedDict()
+        self._said: OrderedDict[int, tuple[Kinds, dict[Hashable, int], np.ndarray, np.ndarray]] = OrderedDict()
         """Step -> kinds and places of its requests, the old differences (NaN where none are known) and what outcomes
         said, of first drafts."""
 
-    def survivals(
-        self, step: int, keys: Sequence[Hashable], kinds: Sequence[Hashable], prior_BG: np.ndarray
-    ) -> np.ndarray:
+    def survivals(self, step: int, keys: Sequence[Hashable], kinds: Kinds, prior_BG: np.ndarray) -> np.ndarray:
         """float64 [B, G], for planning `step`."""
         survival_BG = np.full_like(prior_BG, np.nan)
         missing = self._lagged.known(step, keys, survival_BG)
         if len(missing) == len(keys):
             return prior_BG
-        self._said[step] = list(kinds), dict(zip(keys, range(len(keys)), strict=True)), *_firsts(survival_BG, prior_BG)
+        self._said[step] = kinds, dict(zip(keys, range(len(keys)), strict=True)), *_firsts(survival_BG, prior_BG)
         while len(self._said) > _MOST_PLANNED:
             self._said.popitem(last=False)
         mixed_BG = prior_BG + self._persistence.shares(kinds)[:, None] * (survival_BG - prior_BG)
@@ -93,7 +89,7 @@ class Foresight:
         told_B = (place_B >= 0) & ~np.isnan(old_B[place_B] + fresh_B)
         if told_B.any():
             at, fresh = place_B[told_B], fresh_B[told_B]
-            self._persistence.observe([kinds[place] for place in at.tolist()], old_B[at], fresh - prior_B[at])
+            self._persistence.observe(kinds.take(at), old_B[at], fresh - prior_B[at])
 
     def renew(self) -> None:
         """Confidences of a new drafter say nothing beside those of the old one."""

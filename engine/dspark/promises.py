@@ -9,11 +9,11 @@ Shapes: N rows, B requests, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import numpy as np
 
-from engine.dspark.survival import sums_by
+from engine.dspark.kinds import Kinds
 
 _FADE = 0.998
 """Of what is known, for each row that is learnt."""
@@ -28,23 +28,20 @@ class Promises:
         self._sums: dict[Hashable, np.ndarray] = {}
         """float64 [2, G] of each kind, kept and promised; the one met longest ago first."""
 
-    def observe(self, kinds: Sequence[Hashable], survival_NG: np.ndarray, labels_NG: np.ndarray) -> None:
+    def observe(self, kinds: Kinds, survival_NG: np.ndarray, labels_NG: np.ndarray) -> None:
         """Survivals that were promised of rows, and what became of them, NaN where that is not known."""
         seen_NG = ~np.isnan(labels_NG)
         parts_2NG = np.stack((np.where(seen_NG, labels_NG, 0.0), np.where(seen_NG, survival_NG, 0.0)))
-        for kind, count, own_2G in sums_by(kinds, parts_2NG):
+        for kind, count, own_2G in kinds.sums(parts_2NG):
             known = self._sums.pop(kind, None)
             self._sums[kind] = own_2G if known is None else known * _FADE**count + own_2G
         while len(self._sums) > _MOST_KINDS:
             del self._sums[next(iter(self._sums))]
 
-    def kept(self, kinds: Sequence[Hashable]) -> np.ndarray:
+    def kept(self, kinds: Kinds) -> np.ndarray:
         """float64 [B, G]: what survivals are to be multiplied by."""
-        places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
-        ratios_UG = np.array([self._ratios(kind) for kind in places]).reshape(len(places), self._drafts)
-        if len(places) == 1:
-            return ratios_UG.repeat(len(kinds), axis=0)
-        return ratios_UG[[places[kind] for kind in kinds]]
+        ratios_UG = np.array([self._ratios(kind) for kind in kinds.names]).reshape(-1, self._drafts)
+        return kinds.each(ratios_UG)
 
     def renew(self, left: float) -> None:
         """Drafter or target are others: what is known weighs `left` of what it did."""

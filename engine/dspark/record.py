@@ -9,17 +9,16 @@ Shapes: B rows, G drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from engine.dspark.block_estimate import BlockEstimate, is_exact
+from engine.dspark.ceilings import Ceilings
 from engine.dspark.config import DSparkConfig
 from engine.dspark.cost_model import CostModel
 from engine.dspark.drafter import DrafterTraits
+from engine.dspark.kinds import Kinds
 from engine.dspark.outcomes import Outcomes
 from engine.dspark.promises import Promises
 from engine.dspark.reliability import Reliability
@@ -27,13 +26,15 @@ from engine.dspark.report import DraftReport, series_of
 from engine.dspark.scaling import OnlineScaling, SurvivalScaling, labels_of
 from engine.dspark.stats import DraftStats
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
+from engine.dspark.told_rounds import ToldRounds
 from engine.request import Group, Sample
-from engine.sampling.params import RowSampling
 
 if TYPE_CHECKING:
     from engine.dspark.draft_step import DraftStep
     from engine.scheduler.rows import Rows
 
+_Named = tuple[str, tuple[str, float]]
+"""A request's policy and its kind."""
 _MOST_CLASSES = 64
 """Requests name their domains and policies, and every pair is a set of series in whoever collects them."""
 _OTHERS = "others"
@@ -61,13 +62,13 @@ class Record:
         self._cost = cost
         self._estimate = AcceptanceEstimate(self._drafts)
         self._promises = Promises(self._drafts)
-        self._ceiling = BlockEstimate()
+        self._ceilings = Ceilings(config)
         self._online = OnlineScaling(scaling) if traits.has_confidence else None
         self._rounds = 0
         self._waiting: list[Outcomes] = []
         """What became of drafts, as far as it is not in the sums yet, of `_steps` steps."""
         self._steps = 0
-        self._names: dict[Group, tuple[str, tuple[str, float]]] = {}
+        self._names: dict[Group, _Named] = {}
         """Policies and kinds of groups whose samples run."""
         self._gone: list[Sample] = []
         """Requests that end with these."""
@@ -80,23 +81,23 @@ class Record:
         self.on_round: Callable[[DraftStep], None] | None = None
         """Told of every step that verified drafts."""
 
-    def priors(self, samples: Sequence[Sample], kinds: Sequence[tuple[str, tuple[str, float]]]) -> np.ndarray:
+    def priors(self, samples: Sequence[Sample], kinds: Kinds[_Named]) -> np.ndarray:
         """float64 [B, G]: the chance that all drafts up to each position are accepted, as far as outcomes tell."""
         arrivals, orders = [sample.group.arrival for sample in samples], [sample.order for sample in samples]
         return self._estimate.survivals(arrivals, orders, kinds)
 
-    def kept(self, kinds: Sequence[tuple[str, tuple[str, float]]]) -> np.ndarray:
+    def kept(self, kinds: Kinds[_Named]) -> np.ndarray:
         """float64 [B, G]: of the survivals that drafters promise such requests, what is kept, as far as outcomes
         tell."""
         return self._promises.kept(kinds)
 
-    def kinds(self, samples: Sequence[Sample]) -> list[tuple[str, tuple[str, float]]]:
+    def kinds(self, samples: Sequence[Sample]) -> Kinds[_Named]:
         """Policy and kind of each."""
         groups, names = [sample.group for sample in samples], self._names
         for group in dict.fromkeys(groups):
             if group not in names:
                 names[group] = policy_of(group), kind_of(group)
-        return [names[group] for group in groups]
+        return Kinds.of([names[group] for group in groups])
 
     def allows(self, step: int, rows: Rows) -> np.ndarray:
         """Whether drafts pay at each row's length and under its policy, as far as outcomes tell; bool [B]."""
@@ -108,49 +109,60 @@ class Record:
             allowed_B &= np.array([policy_of(sample.group) not in barred for sample in rows.samples])
         return allowed_B
 
-    def observe(self, steps: Sequence[DraftStep], seconds: float | None, outcomes: Outcomes | None = None) -> None:
-        """Steps of one plan whose tokens are with their samples, and what each took. Whoever has what became of all
-        their drafts as one table gives it."""
-        many = False
-        if seconds is not None and steps:
-            # They differ in the contexts that they read, which grew, and were measured as one.
-            context = sum(step.shape.context_queries for step in steps) / len(steps)
-            self._cost.observe(replace(steps[0].shape, context_queries=context), seconds, len(steps))
-        for step in steps:
-            if step.verdict is None:
-                self._observe_plain(step, 0)
-                continue
-            self._observe_drafts(step)
-            many = many or len(step.survival_BG) > _MOST_REMEMBERED
-            if outcomes is None:
-                self._waiting.append(Outcomes.of(step))
-                self._steps += 1
-        if outcomes is not None:
-            self._waiting.append(outcomes)
-            self._steps += outcomes.steps
-        # The next plan is made of what a probe taught.
-        urgent = any(step.plan.probe for step in steps)
+    def observe(self, step: DraftStep, seconds: float | None) -> None:
+        """A step whose tokens are with their samples, and what it took."""
+        if seconds is not None:
+            self._cost.observe(step.shape, seconds)
+        # Those beyond had nothing to draft for.
+        drafting = 0 if step.verdict is None else len(step.survival_BG)
+        for stats, own in self._by_class(step.samples[drafting:]):
+            stats.plain_steps += len(step.samples) - drafting if isinstance(own, slice) else len(own)
+        turns = self._looks_at(drafting)
+        self._ceilings.observe(step, drafting, turns)
+        if step.verdict is None:
+            self._take_in()
+            return
+        self.probes += step.plan.probe
+        self._rounds += 1
+        self._wait(Outcomes.of(step), urgent=step.plan.probe)
+        if self.on_round is not None:
+            self.on_round(step)
+
+    def observe_rounds(self, rounds: ToldRounds, seconds: float | None) -> None:
+        """Rounds of one plan whose tokens are with their samples, and what each took."""
+        if seconds is not None:
+            self._cost.observe(rounds.mean_shape(), seconds, len(rounds))
+        self.probes += rounds.foreseen.plan.probe * len(rounds)
+        for sample, count in rounds.without_drafts():
+            self._stats(sample.group).plain_steps += count
+        for number in range(len(rounds)):
+            drafting = rounds.drawing(number)
+            turns = self._looks_at(drafting)
+            if turns or (drafting and self._config.mode == "cap_accept"):
+                self._ceilings.observe(rounds.step(number), drafting, turns)
+            else:
+                self._ceilings.pass_by(rounds, number)
+            self._rounds += 1
+        self._wait(rounds.outcomes, urgent=rounds.foreseen.plan.probe)
+        if self.on_round is not None:
+            for step in rounds:
+                self.on_round(step)
+
+    def _wait(self, outcomes: Outcomes, urgent: bool) -> None:
+        """Outcomes that are summed up with the next ones, unless few or `urgent`: the next plan is made of what a probe
+        taught."""
+        self._waiting.append(outcomes)
+        self._steps += outcomes.steps
+        if self._online is not None:
+            self._online.advance()
+        many = len(outcomes.sample_N) > _MOST_REMEMBERED * outcomes.steps
         may_wait = many and self._online is not None and self._config.mode == "compact" and not urgent
         if not may_wait or self._steps >= _BATCH:
             self._take_in()
-        if self.on_round is not None:
-            for step in steps:
-                if step.verdict is not None:
-                    self.on_round(step)
-
-    def _observe_drafts(self, step: DraftStep) -> None:
-        self.probes += step.plan.probe
-        drafting = len(step.survival_BG)
-        if drafting < len(step.samples):
-            # There was nothing to draft for.
-            self._observe_plain(step, drafting)
-        if drafting:
-            self._observe_ceilings(step, drafting)
-        self._rounds += 1
 
     def forget(self, key: int, sample: Sample) -> None:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
-        self._ceiling.end(key, stopped=sample.finish == "stop")
+        self._ceilings.end(key, stopped=sample.finish == "stop")
         if sample.finish is not None:
             self._gone.append(sample)
             if not self._waiting or len(self._gone) > _MOST_GONE:
@@ -158,7 +170,7 @@ class Record:
 
     def interrupt(self, key: int) -> None:
         """Tokens of an incarnation have come by unseen: what waited for them is bounded as it stands."""
-        self._ceiling.end(key, stopped=False)
+        self._ceilings.end(key, stopped=False)
 
     def refit(self) -> bool:
         """Fit the confidences' temperatures now, to what serving has shown; False where that is too little."""
@@ -179,7 +191,7 @@ class Record:
     def report(self) -> DraftReport:
         """Sums that only grow, of now."""
         self._take_in()
-        ceiling, errors = self._ceiling.sums, self._cost.errors
+        ceiling, errors = self._ceilings.sums, self._cost.errors
         others = {
             "probes": self.probes,
             "ceiling_steps": ceiling.steps,
@@ -203,43 +215,29 @@ class Record:
     # --- rows -----------------------------------------------------------------------------------
 
     def _stats(self, group: Group) -> DraftStats:
-        """Those of its domain and its policy; past a number of such pairs the rest share one."""
+        return self._classes[self._pair(group)]
+
+    def _pair(self, group: Group) -> tuple[str, str]:
+        """The class of its domain and its policy; past a number of such pairs the rest share one."""
         pair = group.request.domain, policy_of(group)
         if pair not in self._classes:
             pair = pair if len(self._classes) < _MOST_CLASSES else (_OTHERS, _OTHERS)
             self._classes.setdefault(pair, DraftStats(self._drafts))
-        return self._classes[pair]
+        return pair
 
-    def _by_class(self, samples: Sequence[Sample]) -> list[tuple[DraftStats, slice | list[int]]]:
-        """Sums that these samples go into, and which of them."""
-        stats = {group: self._stats(group) for group in dict.fromkeys([sample.group for sample in samples])}
-        members = {id(own): (own, []) for own in stats.values()}
-        if len(members) == 1:
-            return [(own, slice(None)) for own, _ in members.values()]
-        for row, sample in enumerate(samples):
-            members[id(stats[sample.group])][1].append(row)
-        return list(members.values())
-
-    def _observe_plain(self, step: DraftStep, first: int) -> None:
-        """Rows from the `first` on, which had no drafts."""
-        samples = step.samples[first:]
-        for stats, own in self._by_class(samples):
-            stats.plain_steps += len(samples) if isinstance(own, slice) else len(own)
-        self._meet(step, range(first, len(step.samples)))
-
-    def _meet(self, step: DraftStep, rows: Iterable[int]) -> None:
-        """Show tokens of these rows to trimmed steps that wait for them."""
-        if not self._ceiling.waits:
-            return
-        keys, waiting = step.keys, self._ceiling.requests
-        for row in [row for row in rows if keys[row] in waiting]:
-            for token, logprob in zip(*step.emitted_by(row), strict=True):
-                self._ceiling.plain(keys[row], token, logprob)
+    def _by_class(
+        self, samples: Sequence[Sample], sample_N: np.ndarray | slice = slice(None)
+    ) -> list[tuple[DraftStats, slice | np.ndarray]]:
+        """Sums that rows go into, which are of these of the samples, and which rows."""
+        groups = [sample.group for sample in samples]
+        pairs = {group: self._pair(group) for group in dict.fromkeys(groups)}
+        rows = Kinds.of([pairs[group] for group in groups]).take(sample_N)
+        return [(self._classes[pair], own) for pair, own in rows.members()]
 
     def _take_in(self) -> None:
         """Add to the sums what waits, then forget whose last outcomes those were."""
         waiting, self._waiting, self._steps = self._waiting, [], 0
-        parts = [part for part in waiting if part.samples]
+        parts = [part for part in waiting if len(part.sample_N)]
         if parts:
             self._add(Outcomes.joined(parts), sum(part.steps for part in waiting))
         gone, self._gone = self._gone, []
@@ -250,81 +248,44 @@ class Record:
                 self._names.pop(sample.group, None)
 
     def _add(self, outcomes: Outcomes, steps: int) -> None:
-        samples, made_N, verified_N = outcomes.samples, outcomes.made_N, outcomes.verified_N
-        kept_N = np.minimum(outcomes.accepted_N, outcomes.keep_N)
-        emitted_N, keep_N = outcomes.emitted_N, outcomes.keep_N
-        for stats, own in self._by_class(samples):
+        samples, sample_N = outcomes.samples, outcomes.sample_N
+        made_N, verified_N, emitted_N, keep_N = (
+            outcomes.made_N,
+            outcomes.verified_N,
+            outcomes.emitted_N,
+            outcomes.keep_N,
+        )
+        kept_N = np.minimum(outcomes.accepted_N, keep_N)
+        for stats, own in self._by_class(samples, sample_N):
             stats.observe(made_N[own], verified_N[own], kept_N[own], emitted_N[own], keep_N[own])
         labels_NG = labels_of(outcomes.chances_NG, verified_N)
-        some = slice(None, None, -(-len(samples) // _MOST_FITTED))
         self.reliability.observe(outcomes.survival_NG, labels_NG)
-        names = self.kinds(samples[some])
-        self._promises.observe(names, outcomes.survival_NG[some], labels_NG[some])
-        self._estimate.observe_kinds(names, outcomes.chances_NG[some], steps, len(samples) / len(names))
-        turns = self._turns(len(samples), self._batches)
-        for row, chances_G in zip(turns, outcomes.chances_NG[turns].tolist(), strict=True):
+        names = self.kinds(samples).take(sample_N)
+        rows = len(sample_N)
+        some = slice(None, None, -(-rows // _MOST_FITTED))
+        few = names.take(some)
+        self._promises.observe(few, outcomes.survival_NG[some], labels_NG[some])
+        self._estimate.observe_kinds(few, outcomes.chances_NG[some], steps, rows / len(few))
+        turns = self._turns(rows, self._batches)
+        for place, chances_G in zip(sample_N[turns].tolist(), outcomes.chances_NG[turns].tolist(), strict=True):
             # All but NaN.
             chances = [chance for chance in chances_G if chance == chance]
             if chances:
-                group = samples[row].group
-                self._estimate.observe(group.arrival if group.request.n > 1 else None, samples[row].order, chances)
+                group = samples[place].group
+                self._estimate.observe(group.arrival if group.request.n > 1 else None, samples[place].order, chances)
         self._batches += 1
-        self._watch(outcomes)
+        self._watch(outcomes, names)
         if self._online is not None and outcomes.confidence_NG is not None:
             self._online.observe(outcomes.confidence_NG[some], labels_NG[some])
             every = self._config.recalibrate_every
             if every and self._rounds // every > (self._rounds - steps) // every:
-                self._online.refit()
+                self._online.begin()
 
-    def _observe_ceilings(self, step: DraftStep, rows: int) -> None:
-        """What the drafts that were not verified would have added: none, in most steps."""
-        verdict, proposal = step.verdict, step.proposal
-        assert verdict is not None and proposal is not None and step.emitted is not None
-        if self._config.mode == "cap_accept":
-            parts = zip(step.samples[:rows], step.emitted, verdict.num_accepted, strict=False)
-            whole = sum(count if sample.finish == "stop" else accepted + 1 for sample, count, accepted in parts)
-            self._ceiling.exact(sum(step.emitted[:rows]), whole, rows)
-            return
-        turns: list[int] = []
-        if rows <= _MOST_REMEMBERED or self._rounds % _BATCH == 0:
-            turns = self._turns(rows, self._rounds // _BATCH)
-        if len(turns) < rows and self._ceiling.waits:
-            self._meet(step, sorted(set(range(rows)).difference(turns)))
-        steps, total = 0, 0
-        for row in turns:
-            if self._unknown(step, row):
-                continue
-            made, verified = proposal.lens[row], len(step.drafts[row])
-            accepted = min(verdict.num_accepted[row], step.keep[row])
-            if is_exact(made, verified, accepted, step.emitted[row]) and not self._ceiling.is_open(step.keys[row]):
-                steps += 1
-                total += step.emitted[row]
-            else:
-                ids = proposal.ids_BG[row, :made].tolist()
-                self._observe_ceiling(step, row, ids, verified, accepted)
-        if steps:
-            self._ceiling.exact(total, total, steps)
-
-    def _unknown(self, step: DraftStep, row: int) -> bool:
-        """Rejection that trims rows sampled from more than logits over temperature is left out: log p of a draft
-        is not known there."""
-        sampling = step.samples[row].row
-        trims = self._config.rule == "rejection" and self._config.mode == "compact"
-        return trims and not sampling.greedy and not _plain_temperature(sampling)
-
-    def _observe_ceiling(self, step: DraftStep, row: int, ids: list[int], verified: int, accepted: int) -> None:
-        sample, proposal = step.samples[row], step.proposal
-        assert proposal is not None
-        log_q = None
-        if self._config.rule == "rejection" and not sample.row.greedy:
-            log_q = [0.0] * len(ids)
-            if proposal.log_q_BG is not None:
-                log_q = proposal.log_q_BG[row, : len(ids)].tolist()
-            elif proposal.logits_BGV is not None:
-                scaled_GV = proposal.logits_BGV[row, : len(ids)].float() / sample.row.temperature
-                ids_G = proposal.ids_BG[row, : len(ids)]
-                log_q = torch.log_softmax(scaled_GV, -1).gather(1, ids_G[:, None])[:, 0].tolist()
-        self._ceiling.step(step.keys[row], ids, log_q, verified, accepted, *step.emitted_by(row))
+    def _looks_at(self, drafting: int) -> list[int]:
+        """Rows with drafts of this round that are looked at one by one."""
+        if drafting > _MOST_REMEMBERED and self._rounds % _BATCH:
+            return []
+        return self._turns(drafting, self._rounds // _BATCH)
 
     def _turns(self, rows: int, number: int) -> list[int]:
         """Rows whose outcomes are looked at one by one: all of a few, of many so many in turn."""
@@ -333,22 +294,21 @@ class Record:
         first = number * _MOST_REMEMBERED % rows
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
-    def _watch(self, outcomes: Outcomes) -> None:
+    def _watch(self, outcomes: Outcomes, names: Kinds[_Named]) -> None:
         """Accepted drafts against those expected of verified ones, as promises of their kind are kept, and those that
         were missing for drafts not to lose clearly, by predicted times, as a hiccup is no drift: of all rows, and by
         class. Texts change as they go on, so that whoever is barred for what just pays no more misses what will."""
-        number, names = outcomes.step, self.kinds(outcomes.samples)
-        accepted_N, verified_N = outcomes.accepted_N, outcomes.verified_N
+        number, accepted_N, verified_N = outcomes.step, outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG * self.kept(names), 0.0).sum(1)
         cost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0)
         lost_N = _CLEARLY * cost_N - accepted_N
         columns = expected_N, accepted_N, verified_N, lost_N
         classes = [*_summed(_octaves(outcomes.anchors_N + 1), *columns)]
-        places = {policy: place for place, policy in enumerate(dict.fromkeys(policy for policy, _ in names))}
-        if list(places) != [""]:
-            policies, policy_N = list(places), np.array([places[policy] for policy, _ in names])
-            classes += [(policies[place], sums) for place, sums in _summed(policy_N, *columns) if policies[place]]
+        policies = Kinds.of([policy for policy, _ in names.names])
+        if policies.names != [""]:
+            sums = _summed(policies.place_N[names.place_N], *columns)
+            classes += [(policies.names[place], of) for place, of in sums if policies.names[place]]
         if not any([self.switch.observe_class(number, name, *sums) for name, sums in classes]):
             self.switch.observe(number, *(part_N.sum().item() for part_N in columns))
 
@@ -377,8 +337,3 @@ def kind_of(group: Group) -> tuple[str, float]:
     """What a request says of itself that drafts fare differently by: its domain, and about how hot it samples."""
     request = group.request
     return request.domain, round(request.sampling.temperature, 1)
-
-
-def _plain_temperature(row: RowSampling) -> bool:
-    """Whether a token's log-probability is that of logits over temperature and nothing else."""
-    return not (row.truncates or row.may_edit) and row.want.logprobs != "raw"

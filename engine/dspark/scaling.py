@@ -13,7 +13,7 @@ Shapes: N rounds, S of them with a label, G drafts, B rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from engine.memory.transfer import staged
 
 GRID = np.logspace(-1.0, 1.0, 41)
 """Temperatures that are tried."""
+_PARTS = 4
+"""Of a position's fit: what a host does between two launches has to be short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,18 @@ def labels_of(chances_NG: np.ndarray, verified_N: np.ndarray) -> np.ndarray:
 def fit_scaling(logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray | None = None) -> ScalingFit:
     """The temperature of each position in turn that brings predicted survival closest to the labels, those
     before it held; 1 for a position without labels."""
+    fitting = _fit_in_parts(logits_NG, labels_NG, weights_N)
+    while True:
+        try:
+            next(fitting)
+        except StopIteration as done:
+            return done.value
+
+
+def _fit_in_parts(
+    logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray | None = None
+) -> Generator[None, None, ScalingFit]:
+    """`fit_scaling`, with a pause after every few temperatures that were tried."""
     logits_NG, labels_NG = np.asarray(logits_NG, dtype=np.float64), np.asarray(labels_NG, dtype=np.float64)
     weights_N = np.ones(len(logits_NG)) if weights_N is None else weights_N
     plain_N, scaled_N = np.ones(len(logits_NG)), np.ones(len(logits_NG))
@@ -100,7 +114,10 @@ def fit_scaling(logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndar
         y, w, z = labels_NG[seen_N, g], weights_N[seen_N], logits_NG[:, g]
         plain_N = plain_N * _sigmoid(z)
         known_S, z_S = scaled_N[seen_N], z[seen_N]
-        errors = [expected_calibration_error(known_S * _sigmoid(z_S / t), y, w) for t in GRID]
+        errors: list[float] = []
+        for part in np.array_split(GRID, _PARTS):
+            errors += [expected_calibration_error(known_S * _sigmoid(z_S / t), y, w) for t in part]
+            yield
         best = int(np.argmin(errors)) if seen_N.any() else len(GRID) // 2
         temperatures.append(float(GRID[best]))
         scaled_N = scaled_N * _sigmoid(z / GRID[best])
@@ -146,9 +163,9 @@ class SurvivalScaling:
 
 
 class OnlineScaling:
-    """Refits from what serving shows. It keeps the last `capacity` rounds of one rule and sampling
-    temperature, as a refit goes over all of them while a device may wait; after a policy update older rounds weigh
-    `fade` of what they did."""
+    """Refits from what serving shows, at once or a little with each step, as a device may wait. It keeps the last
+    `capacity` rounds of one rule and sampling temperature; after a policy update older rounds weigh `fade` of what
+    they did."""
 
     def __init__(self, scaling: SurvivalScaling, capacity: int = 2048, least: int = 512, fade: float = 0.25) -> None:
         drafts = len(scaling.temperatures_G)
@@ -157,6 +174,9 @@ class OnlineScaling:
         self._logits_NG, self._labels_NG = np.zeros((2, capacity, drafts))
         self._weights_N = np.zeros(capacity)
         self._next = 0
+        self._fitting: Generator[None, None, ScalingFit] | None = None
+        self._seen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        """Logits, labels and weights that are being fitted."""
         self.fit: ScalingFit | None = None
 
     def observe(self, logits_BG: np.ndarray, labels_BG: np.ndarray) -> None:
@@ -169,19 +189,39 @@ class OnlineScaling:
 
     def new_policy(self) -> None:
         self._weights_N *= self._fade
+        self._fitting = None
 
     def refit(self) -> ScalingFit | None:
         """Fit and put in use, once there is enough to fit. A fit that is worse than what is in use by its
         own data is kept from use."""
-        held = self._weights_N > 0
-        if held.sum() < self._least:
+        self.begin()
+        if self._fitting is None:
             return None
-        logits, labels, weights = self._logits_NG[held], self._labels_NG[held], self._weights_N[held]
-        self.fit = fit_scaling(logits, labels, weights)
-        current = np.cumprod(_sigmoid(logits / self._scaling.known_G), axis=1)
-        if np.mean(self.fit.after) <= np.mean(_errors(current, labels, weights)):
-            self._scaling.assign(self.fit.temperatures)
+        while self._fitting is not None:
+            self.advance()
         return self.fit
+
+    def begin(self) -> None:
+        """Start to `refit` from what is there, if that is enough, instead of any fit that is under way."""
+        held = self._weights_N > 0
+        self._fitting = None
+        if held.sum() >= self._least:
+            self._seen = self._logits_NG[held], self._labels_NG[held], self._weights_N[held]
+            self._fitting = _fit_in_parts(*self._seen)
+
+    def advance(self) -> None:
+        """A part of the fit that has begun, if one has."""
+        if self._fitting is None:
+            return
+        try:
+            next(self._fitting)
+        except StopIteration as done:
+            self._fitting, self.fit = None, done.value
+            assert self._seen is not None
+            logits, labels, weights = self._seen
+            current = np.cumprod(_sigmoid(logits / self._scaling.known_G), axis=1)
+            if np.mean(done.value.after) <= np.mean(_errors(current, labels, weights)):
+                self._scaling.assign(done.value.temperatures)
 
 
 def _errors(predicted_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray) -> list[float]:

@@ -29,13 +29,13 @@ from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Committed, Drafter, DraftRows, Proposal
 from engine.dspark.graph_choice import Graphs
-from engine.dspark.outcomes import Outcomes
 from engine.dspark.persistence import Foresight
 from engine.dspark.picks import pick_of
 from engine.dspark.planner import Choice, Outlook, Planner, drafted, spend, windows
 from engine.dspark.record import Record
 from engine.dspark.round_noise import noise_of
 from engine.dspark.scaling import SurvivalScaling, as_table, stored_scaling
+from engine.dspark.told_rounds import ToldRounds
 from engine.memory.transfer import send
 from engine.request import Sample
 from engine.sampling.sampler import Sampler
@@ -288,7 +288,7 @@ class Speculation:
             # Plain steps run as bursts here, and their times are those of bursts.
             seconds = None
         self._complete(step)
-        self.record.observe([step], seconds)
+        self.record.observe(step, seconds)
 
     def _complete(self, step: DraftStep) -> None:
         """What follows from its verdict, where nobody has said so."""
@@ -311,17 +311,15 @@ class Speculation:
             self.cost, tiers, probe_every=every, ragged=ragged, draft_tiers=draft_tiers, graphs=graphs
         )
 
-    def learn(self, rounds: Sequence[DraftStep], outcomes: Outcomes | None, seconds: float | None) -> None:
-        """Rounds of one plan that the device decided on by itself, each as `finish`, and what became of their drafts:
-        confidences of the last one that had any are news too."""
-        for step in reversed(rounds):
-            if step.proposal is not None and step.proposal.confidence_BG is not None:
-                self._note(step.plan.step, step.samples, step.keys, step.survival_BG)
-                break
-        self.record.observe(rounds, seconds, outcomes)
+    def learn(self, rounds: ToldRounds, seconds: float | None) -> None:
+        """Rounds of one plan that the device decided on by itself, each as `finish`: confidences of the last one that
+        had any are news too."""
+        newest = rounds.newest_survivals() if rounds.outcomes.confidence_NG is not None else None
+        if newest is not None:
+            self._note(rounds.foreseen.plan.step, *newest)
+        self.record.observe_rounds(rounds, seconds)
         if not self.captured_layers:
-            samples = dict.fromkeys(sample for step in rounds for sample in step.samples)
-            self._tell([sample for sample in samples if sample.sequence is not None])
+            self._tell([sample for sample in rounds.samples if sample.sequence is not None])
 
     # --- plain steps in bursts ------------------------------------------------------------------
 

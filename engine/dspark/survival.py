@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
+
+from engine.dspark.kinds import Kinds
 
 _OLDEST = 8
 """Steps after which a remembered confidence says nothing any more."""
@@ -24,7 +25,6 @@ _CLASS_THRESHOLD = 32.0
 """Drafts that are lost before a class is switched off."""
 _SURE = 1e-3
 """Chances this close to 0 or 1 are told apart no more."""
-K = TypeVar("K", bound=Hashable)
 
 
 class LaggedSurvivals:
@@ -103,7 +103,7 @@ class AcceptanceEstimate:
 
     def observe_kinds(
         self,
-        names: Sequence[tuple[str | None, Hashable | None]],
+        names: Kinds[tuple[str | None, Hashable | None]],
         chances_NG: np.ndarray,
         steps: int = 1,
         weight: float = 1.0,
@@ -113,7 +113,7 @@ class AcceptanceEstimate:
         seen_NG = ~np.isnan(chances_NG)
         parts_2NG = weight * np.stack((np.where(seen_NG, chances_NG, 0.0), seen_NG))
         added: dict[Hashable, np.ndarray] = {}
-        for (policy, kind), _, own_2G in sums_by(names, parts_2NG):
+        for (policy, kind), _, own_2G in names.sums(parts_2NG):
             self._meet("policy", policy, self._policies, _MOST_POLICIES)
             self._meet("kind", None if kind is None else (policy, kind), self._kinds, _MOST_KINDS)
             for key in _wider(policy, kind):
@@ -143,13 +143,11 @@ class AcceptanceEstimate:
         self,
         groups: Sequence[Hashable],
         requests: Sequence[Hashable],
-        names: Sequence[tuple[str | None, Hashable | None]],
+        names: Kinds[tuple[str | None, Hashable | None]],
     ) -> np.ndarray:
         """The chance that all drafts up to each position are accepted, float64 [B, G]; `names` are policies and kinds.
         What requests lean on is worked out once."""
-        places: dict[tuple[str | None, Hashable | None], int] = {}
-        place_B = [places.setdefault(pair, len(places)) for pair in names]
-        means_BG = np.array([self._widest(*pair) for pair in places]).reshape(-1, self._width)[place_B]
+        means_BG = names.each(np.array([self._widest(*pair) for pair in names.names]).reshape(-1, self._width))
         self._narrow(means_BG, self._groups, groups)
         self._narrow(means_BG, self._requests, requests)
         return np.multiply.accumulate(means_BG, axis=1)
@@ -205,16 +203,6 @@ class AcceptanceEstimate:
 def _odds(chance: float) -> float:
     chance = min(max(chance, _SURE), 1.0 - _SURE)
     return chance / (1.0 - chance)
-
-
-def sums_by(kinds: Sequence[K], parts_2NG: np.ndarray) -> list[tuple[K, int, np.ndarray]]:
-    """Each kind of rows, how many there are and their sums [2, G]."""
-    places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
-    if len(places) == 1:
-        return [(next(iter(places)), len(kinds), parts_2NG.sum(1))]
-    place_N = np.array([places[kind] for kind in kinds])
-    sums = [(kind, place_N == place) for kind, place in places.items()]
-    return [(kind, int(own_N.sum()), parts_2NG[:, own_N].sum(1)) for kind, own_N in sums]
 
 
 def _wider(policy: str | None, kind: Hashable | None) -> Iterator[Hashable]:

@@ -15,15 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from engine.adapters import slot_of
-from engine.dspark.acceptance import Verdict
 from engine.dspark.draft_step import DraftStep
 from engine.dspark.drafter import Proposal
 from engine.dspark.outcomes import Outcomes
 from engine.dspark.speculation import Speculation
 from engine.dspark.survival import carried_on
+from engine.dspark.told_rounds import ToldRounds
 from engine.kernels.round_commit import HEAD, PARTS
 from engine.memory.device_table import BAD
 from engine.metrics import EngineCounters
@@ -31,15 +30,12 @@ from engine.request import Sample, SampleState
 from engine.runner.round_plan import MOST_AT_ONCE, RoundModes, RoundPlan
 from engine.runner.round_stepper import RoundResult, RoundStepper
 from engine.runner.stepper import HostResult, StepModes
-from engine.sampling.columns import SampleResult
 from engine.scheduler.commit import Committer
 from engine.scheduler.pages import PageManager
 from engine.scheduler.rows import Rows
 
 _ENOUGH_SECONDS = 0.012
 """Rounds that take this long together keep a device busy until the host comes with the next ones."""
-_NOTHING = SampleResult(torch.empty(0), torch.empty(0), torch.empty(0))
-"""Tokens of a verdict are with their samples before anybody reads it, and chances with the step."""
 
 
 @dataclass(slots=True)
@@ -74,6 +70,8 @@ class DeviceRounds:
         self._committer = committer
         self._counters = counters
         self._context_len = context_len
+        self._idle = 0.0
+        """Seconds that the device waited for the rounds that were committed last."""
         self.window = 1 + speculation.max_drafts
         """Tokens that a round yields a row at most."""
         self._at_once = min(MOST_AT_ONCE, ring // (2 * self.window))
@@ -162,7 +160,9 @@ class DeviceRounds:
             if planned.before is not None:
                 self._counters.round_idle_seconds += idle
                 self._counters.round_busy_seconds += busy
-            seconds = (busy + idle) / len(records)
+            # A host that cannot keep pace is late again and again; what holds it up once says nothing of rounds.
+            seconds = (busy + min(idle, self._idle)) / len(records)
+            self._idle = idle
         planned.before = None
         record_RBF = np.stack(records)
         running_B = np.array(
@@ -183,13 +183,12 @@ class DeviceRounds:
         self._count(step.samples, record_RBF, took_RB, emitted_RB)
         round_N, row_N = np.nonzero(took_RB)
         if not len(round_N):
-            self._speculation.learn([], None, seconds)
             return
         # Those that drafted come first in their round.
         order_N = np.lexsort((windows_RB[round_N, row_N] == 0, round_N))
         took = round_N[order_N], row_N[order_N]
         told = self._told(planned, *took, record_RBF[took], starts_RB[took], emitted_RB[took])
-        self._speculation.learn(*told, seconds)
+        self._speculation.learn(told, seconds)
 
     def _take(
         self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray
@@ -226,17 +225,14 @@ class DeviceRounds:
         record_NF: np.ndarray,
         starts_N: np.ndarray,
         emitted_N: np.ndarray,
-    ) -> tuple[list[DraftStep], Outcomes]:
-        """What the device did in rounds, told as the serial loop tells it, and what became of all their drafts. Entry n
-        is a row in a round, with `starts_N[n]` new tokens before it."""
+    ) -> ToldRounds:
+        """What the device did in rounds, and what became of all their drafts. Entry n is a row in a round, with
+        `starts_N[n]` new tokens before it."""
         foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
-        rows = row_N.tolist()
-        samples, keys = [foreseen.samples[b] for b in rows], [foreseen.keys[b] for b in rows]
         prompts_B = np.array([sample.row.prompt_len for sample in foreseen.samples])
         anchors_N = starts_N + prompts_B[row_N] - 1
         window_N, verified_N, keep_N, accepted_N, _ = record_NF[:, :HEAD].T.astype(np.int64)
-        ids_NG = record_NF[:, HEAD : HEAD + drafts].astype(np.int64)
-        values_NPG = record_NF[:, HEAD + drafts :].view(np.float32).reshape(len(rows), PARTS - 1, drafts)
+        values_NPG = record_NF[:, HEAD + drafts :].view(np.float32).reshape(len(row_N), PARTS - 1, drafts)
         if drafts < traits.max_drafts:
             values_NPG = np.pad(values_NPG, ((0, 0), (0, 0), (0, traits.max_drafts - drafts)))
         # All of them, mostly.
@@ -244,7 +240,6 @@ class DeviceRounds:
         drew = slice(None) if drew_N.all() else np.flatnonzero(drew_N)
         values_DPG, window_D = values_NPG[drew], window_N[drew]
         verified_D, accepted_D = verified_N[drew], accepted_N[drew]
-        confidence_DG = values_DPG[:, 0] if traits.has_confidence else None
         survival_DG = values_DPG[:, 1].astype(np.float64)
         if self._speculation.by_request and traits.has_confidence:
             survival_DG = carried_on(survival_DG, window_D)
@@ -259,50 +254,31 @@ class DeviceRounds:
             price_N=np.full(len(window_D), foreseen.price),
             survival_NG=survival_DG,
             chances_NG=_chances(values_DPG[:, 2], verified_D, accepted_D),
-            confidence_NG=None if confidence_DG is None else confidence_DG.astype(np.float64),
-            samples=samples if isinstance(drew, slice) else [samples[n] for n in drew.tolist()],
+            confidence_NG=values_DPG[:, 0].astype(np.float64) if traits.has_confidence else None,
+            sample_N=row_N[drew],
+            samples=foreseen.samples,
             step=foreseen.plan.step,
-            steps=0,
+            steps=int(round_N[-1]) + 1,
         )
         ran = planned.result
         assert ran is not None, "it ran"
         share = ran.slots / (ran.padded * drafts) if ran.slots else 1.0
-        queries = np.bincount(round_N, (anchors_N + 1 + emitted_N) * (1 + verified_N)).tolist()
-        counts, drawn = np.bincount(round_N).tolist(), np.bincount(round_N, drew_N).astype(np.int64).tolist()
-        starts, anchors, emitted, keep = starts_N.tolist(), anchors_N.tolist(), emitted_N.tolist(), keep_N.tolist()
-        accepted, made = accepted_N.tolist(), outcomes.made_N.tolist()
-        verified = [ids[:count] for ids, count in zip(ids_NG.tolist(), verified_N.tolist(), strict=True)]
-        steps, n, d = [], 0, 0
-        for count, drafted, context in zip(counts, drawn, queries, strict=True):
-            own, of_drafts = slice(n, n + count), slice(d, d + drafted)
-            n, d = own.stop, of_drafts.stop
-            if not count:
-                continue
-            confidence_MG = None if confidence_DG is None else torch.from_numpy(confidence_DG[of_drafts])
-            ids_MG = torch.from_numpy(ids_NG[own.start : own.start + drafted])
-            proposal = Proposal(ids_MG, made[of_drafts], None, confidence_MG)
-            if traits.has_probabilities:
-                proposal.log_q_BG = values_DPG[of_drafts, 3, :drafts]
-            steps.append(
-                DraftStep(
-                    samples=samples[own],
-                    keys=keys[own],
-                    known=starts[own],
-                    anchors=anchors[own],
-                    plan=foreseen.plan,
-                    shape=replace(
-                        foreseen.shape, rows=ran.padded, tier=ran.verify, context_queries=context, share=share
-                    ),
-                    emitted=emitted[own],
-                    drafts=verified[own],
-                    keep=keep[own],
-                    proposal=proposal,
-                    survival_BG=survival_DG[of_drafts],
-                    verdict=Verdict(accepted[own], _NOTHING, []),
-                    chances_BG=outcomes.chances_NG[of_drafts],
-                )
-            )
-        return steps, replace(outcomes, steps=len(steps))
+        return ToldRounds(
+            foreseen=foreseen,
+            shape=replace(foreseen.shape, rows=ran.padded, tier=ran.verify, share=share),
+            round_N=round_N,
+            row_N=row_N,
+            drew_N=drew_N,
+            starts_N=starts_N,
+            anchors_N=anchors_N,
+            emitted_N=emitted_N,
+            ids_NG=record_NF[:, HEAD : HEAD + drafts].astype(np.int64),
+            verified_N=verified_N,
+            keep_N=keep_N,
+            accepted_N=accepted_N,
+            outcomes=outcomes,
+            log_q_DG=values_DPG[:, 3, :drafts] if traits.has_probabilities else None,
+        )
 
 
 def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarray) -> np.ndarray:

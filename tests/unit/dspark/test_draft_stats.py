@@ -66,7 +66,7 @@ def estimate_of(drafts, log_q, verified, accepted, tokens, logprobs, later, stop
     estimate = BlockEstimate()
     estimate.step("r", drafts, log_q, verified, accepted, tokens, logprobs)
     for token, logprob in later:
-        estimate.plain("r", token, logprob)
+        estimate.plain("r", [token], [logprob])
     if stopped is not None:
         estimate.end("r", stopped)
     return estimate.sums
@@ -127,17 +127,12 @@ def test_what_a_probe_taught_is_known_to_the_next_plan():
     record = Record(DSparkConfig(mode="compact"), traits, CostModel([1], [1]), SurvivalScaling(4))
     added = []
     record._add = lambda outcomes, steps: added.append(outcomes)
-    record._observe_drafts = lambda step: None
-
-    def observe(probe):
-        step = SimpleNamespace(verdict=True, survival_BG=np.zeros((64, 4)), plan=SimpleNamespace(probe=probe))
-        record.observe([step], None, SimpleNamespace(samples=[None], steps=1))
-
-    observe(False)
+    record._wait(watched(64, 1, 100, price=0.5), urgent=False)
     assert not added
-    record._waiting.clear()
-    observe(True)
-    assert len(added) == 1
+    record._wait(watched(64, 1, 100, price=0.5), urgent=True)
+    assert [len(outcomes.sample_N) for outcomes in added] == [128]
+    record._wait(watched(8, 1, 100, price=0.5), urgent=False)
+    assert len(added) == 2, "few rows are summed up at once"
 
 
 class Named(SimpleNamespace):
@@ -163,6 +158,7 @@ def watched(rows, accepted, length, price, promised=0.9, drafts=4):
         survival_NG=survival_NG,
         chances_NG=np.tile(chances_NG, (rows, 1)),
         confidence_NG=None,
+        sample_N=np.arange(rows),
         samples=samples,
         step=0,
         steps=1,

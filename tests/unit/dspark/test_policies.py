@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.dspark.kinds import Kinds
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch
 from tests.support import prompt, reference_greedy
 from tests.unit.dspark.served import Oracle, Scripted, scripted_engine, timeless
@@ -86,9 +87,9 @@ def test_a_policy_whose_drafts_are_lost_is_left_alone_and_others_are_drafted_for
 def test_a_new_group_starts_from_its_policy():
     estimate = AcceptanceEstimate(1, fade=1.0, leaning=2.0)
     for _ in range(40):
-        estimate.observe_kinds([("near", None), ("far", None)], np.array([[1.0], [0.0]]))
+        estimate.observe_kinds(Kinds.of([("near", None), ("far", None)]), np.array([[1.0], [0.0]]))
     names = [("near", None), ("far", None), ("unseen", None)]
-    near, far, new = estimate.survivals(["new"] * 3, ["r"] * 3, names)[:, 0].tolist()
+    near, far, new = estimate.survivals(["new"] * 3, ["r"] * 3, Kinds.of(names))[:, 0].tolist()
     assert far < 0.1 < new < 0.9 < near
 
 

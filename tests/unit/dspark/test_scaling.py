@@ -118,6 +118,27 @@ def test_online_refits_follow_a_new_policy():
     assert scaling.temperatures_G.data_ptr() == address
 
 
+def test_a_refit_a_little_at_a_time_is_the_same_and_ends_with_its_policy():
+    logits, _, chances = rounds(2000, 0, TRUE)
+    whole, parts = (OnlineScaling(SurvivalScaling(3), least=1000) for _ in range(2))
+    for online in (whole, parts):
+        online.observe(logits, survival_labels(chances.tolist(), [3] * 2000, 3))
+    whole.refit()
+    parts.begin()
+    parts.advance()
+    parts.observe(-logits, np.ones((2000, 3)))
+    assert parts.fit is None, "under way, with what was there when it began"
+    for _ in range(40):
+        parts.advance()
+    assert whole.fit is not None and parts.fit == whole.fit
+    parts.fit = None
+    parts.begin()
+    parts.new_policy()
+    for _ in range(40):
+        parts.advance()
+    assert parts.fit is None
+
+
 class TestReliability:
     def data(self):
         rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.dspark.kinds import Kinds
 from engine.dspark.survival import AcceptanceEstimate, DraftSwitch, DriftAlarm, LaggedSurvivals, carried_on
 
 
@@ -33,12 +34,12 @@ def test_short_blocks_speak_for_longer_ones():
 
 def tell(estimate, group, request, chances, policy=None, kind=None):
     """What one row of one step was found to keep."""
-    estimate.observe_kinds([(policy, kind)], np.array([chances]))
+    estimate.observe_kinds(Kinds.of([(policy, kind)]), np.array([chances]))
     estimate.observe(group, request, chances)
 
 
 def asked(estimate, group, request, policy=None, kind=None):
-    return estimate.survivals([group], [request], [(policy, kind)])[0]
+    return estimate.survivals([group], [request], Kinds.of([(policy, kind)]))[0]
 
 
 def test_estimates_settle_on_what_is_seen():
@@ -54,14 +55,14 @@ def test_what_is_found_of_some_drafts_is_expected_of_later_ones():
     for the third, until that is found worse. A single request that is lucky is not."""
     estimate = AcceptanceEstimate(3, fade=1.0, fade_wide=1.0)
     odds = np.array([3.0, 2.0, 1.0])
-    estimate.observe_kinds([("", "all")], (odds / (1 + odds))[None], weight=1e6)
+    estimate.observe_kinds(Kinds.of([("", "all")]), (odds / (1 + odds))[None], weight=1e6)
     better = np.append(3 * odds[:2] / (1 + 3 * odds[:2]), np.nan)
-    estimate.observe_kinds([("", "kind")], better[None], weight=400)
+    estimate.observe_kinds(Kinds.of([("", "kind")]), better[None], weight=400)
     estimate.observe("g", 1, better[:2].tolist())
     for group in ("new", "g"):
         chances = asked(estimate, group, 1 if group == "g" else "new", "", "kind")
         assert chances[2] / chances[1] == pytest.approx(3 / 4, abs=0.01), "three times the odds here too"
-    estimate.observe_kinds([("", "kind")], np.array([[0.9, 0.86, 0.2]]), weight=4000)
+    estimate.observe_kinds(Kinds.of([("", "kind")]), np.array([[0.9, 0.86, 0.2]]), weight=4000)
     chances = asked(estimate, "new", "new", "", "kind")
     assert chances[2] / chances[1] == pytest.approx(0.2, abs=0.01)
 
@@ -69,7 +70,7 @@ def test_what_is_found_of_some_drafts_is_expected_of_later_ones():
 def test_what_is_left_of_the_first_outcomes_is_left_once_of_each_mean():
     """All, their policy and their kind begin with the same sums."""
     estimate = AcceptanceEstimate(1, start=0.5, leaning=8.0)
-    estimate.observe_kinds([("", "kind")], np.array([[1.0]]), weight=80.0)
+    estimate.observe_kinds(Kinds.of([("", "kind")]), np.array([[1.0]]), weight=80.0)
     estimate.renew(0.1)
     mean = 0.5
     for _ in range(3):
@@ -89,9 +90,9 @@ def test_what_the_only_request_of_a_group_showed_counts_once():
 def test_kinds_speak_of_all_rows_of_their_steps():
     """Many rows that keep everything, then a few stragglers that keep nothing: what begins next is none of those."""
     estimate = AcceptanceEstimate(1)
-    estimate.observe_kinds([(None, None)] * 100, np.ones((100, 1)), weight=2.0)
+    estimate.observe_kinds(Kinds.of([(None, None)] * 100), np.ones((100, 1)), weight=2.0)
     for _ in range(10):
-        estimate.observe_kinds([(None, None)] * 3, np.array([[0.0], [0.0], [np.nan]]))
+        estimate.observe_kinds(Kinds.of([(None, None)] * 3), np.array([[0.0], [0.0], [np.nan]]))
     assert float(asked(estimate, "new", "new")[0]) == pytest.approx(200 * 0.99**10 / (200 * 0.99**10 + 19.2), abs=0.01)
 
 

@@ -83,7 +83,7 @@ class _Log:
     def choose(self, call: Callable, planner: Planner, outlook: Any, allowed: bool = True) -> Any:
         began, choice = time.perf_counter(), call()
         facts = {"tokens": round(choice.tokens, 1), "predicted": _ms(choice.seconds), "price": round(choice.price, 3)}
-        graph = {"budget": choice.budget, "verify": choice.tier, "slots": choice.slots}
+        graph = {"budget": choice.budget, "verify": choice.tier, "slots": choice.slots, "window": choice.window}
         said = {"drafting": choice.drafting, "probe": choice.probe, "allowed": bool(allowed)}
         self._put(
             "plan", began, rows=len(outlook.most_B), may=int((outlook.most_B > 0).sum()), **said, **graph, **facts
@@ -115,7 +115,7 @@ class _Log:
         if clock is not None:
             facts |= {"idle": _ms(clock[0]), "device": _ms(clock[1] / count)}
         ran = planned.result
-        graph = {"rows": ran.padded, "verify": ran.verify, "slots": ran.slots}
+        graph = {"rows": ran.padded, "verify": ran.verify, "slots": ran.slots, "window": ran.window}
         self._put(
             "came", began, steps=count, **graph, **{name: round(float(value), 3) for name, value in facts.items()}
         )

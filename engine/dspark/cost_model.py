@@ -52,7 +52,8 @@ _SCALE_FADE = 0.98
 class StepShape:
     """What decides a step's time: `rows` requests and `tier` verify rows, both with padding, whether a draft is
     made and which `share` of the rows' whole blocks, distinct context tokens read, and the sum over
-    requests of context times queries."""
+    requests of context times queries. `even`: all rows have one window, and none of the launches that spend a budget
+    over them are there."""
 
     rows: int
     tier: int
@@ -60,6 +61,7 @@ class StepShape:
     tokens_read: float = 0.0
     context_queries: float = 0.0
     share: float = 1.0
+    even: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +163,16 @@ class CostModel:
         fitted_C = np.array([max(seconds * self._unit, self._floor) for seconds in sums])
         return fitted_C * self._corrections(lifted(np.array([_point(shape) for shape in shapes])))
 
-    def weights(self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray) -> StepWeights:
+    def weights(
+        self, rows_C: np.ndarray, tiers_C: np.ndarray, shares_C: np.ndarray, even_C: np.ndarray | bool = False
+    ) -> StepWeights:
         """What the times of steps with drafts are made of. It stays as it is, whatever the fit learns."""
         count = len(self._row_knots)
         weights_CD = np.zeros((len(rows_C), len(self._coefficients_D) - 4))
         weights_CD[:, count : 2 * count] = _spread(self._rows_K, rows_C)
         weights_CD[:, 2 * count : 3 * count] = _spread(self._rows_K, rows_C * shares_C)
         weights_CD[:, 3 * count :] = _spread(self._tiers_K, tiers_C)[:, 1:]
-        return StepWeights(weights_CD, lifted(points(rows_C, tiers_C, rows_C * shares_C)))
+        return StepWeights(weights_CD, lifted(points(rows_C, tiers_C, rows_C * shares_C, even_C)))
 
     def times(self, weights: StepWeights, tokens_read: float, context_queries_C: np.ndarray) -> np.ndarray:
         """Seconds float64 [C], as `predict`, of steps of one batch that differ in what they draft and verify, and in
@@ -292,7 +296,7 @@ def _known(seconds: float) -> float | None:
 
 
 def _point(shape: StepShape) -> np.ndarray:
-    return point(shape.rows, shape.tier, shape.rows * shape.share * shape.drafting, shape.drafting)
+    return point(shape.rows, shape.tier, shape.rows * shape.share * shape.drafting, shape.drafting + shape.even)
 
 
 def sweep_shapes(

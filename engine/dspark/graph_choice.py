@@ -42,20 +42,28 @@ class Graphs(Protocol):
         """Rows of one that is made for so many requests."""
         ...
 
-    def ready(self, rows: int) -> Sequence[tuple[int, int, int]]:
-        """(rows, verify rows, drafts made, 0 for all) of those there are for so many requests: the same for all numbers
-        that a graph would be made for with as many rows."""
+    @property
+    def windows(self) -> Sequence[int]:
+        """Drafts that a graph may make and verify of every row, instead of others of each."""
+        ...
+
+    def ready(self, rows: int) -> Sequence[tuple[int, int, int, int]]:
+        """(rows, verify rows, drafts made, 0 for all, window, 0 for one of each row's own) of those there are for so
+        many requests: the same for all numbers that a graph would be made for with as many rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Verify rows of graphs, `budgets_C` of which are drafts, and the slots of their blocks; what their times are
-    made of (`CostModel.weights`). The first `reachable` could be made, the others are there."""
+    """Verify rows of graphs, `budgets_C` of which are drafts at most, the slots of their blocks, and the windows of
+    those that give all rows the same one, at `evens`; what their times are made of (`CostModel.weights`). The first
+    `reachable` could be made, the others are there."""
 
     tiers_C: np.ndarray
     budgets_C: np.ndarray
     slots_C: np.ndarray
+    windows_C: np.ndarray
+    evens: np.ndarray
     weights: StepWeights
     reachable: int
 
@@ -82,12 +90,12 @@ class GraphChoice:
         """What candidates were last asked for, and how often graphs had changed."""
         self._found: Candidates | None = None
         self._weighed: tuple[int, np.ndarray, StepWeights] | None = None
-        """The most drafts of each request, rows, verify rows and slots of the graphs that were weighed last, and what
-        came of it: numbers of requests that differ by a few have the same graphs."""
+        """The most drafts of each request, rows, verify rows, slots and windows of the graphs that were weighed last,
+        and what came of it: numbers of requests that differ by a few have the same graphs."""
         self._known: tuple[int, int] | None = None
-        """Rows of a graph for the requests that `_there_C3` is for, and how often graphs had changed."""
-        self._there_C3 = np.empty((0, 3), dtype=np.int64)
-        """Rows, verify rows and drafts made of graphs that are there."""
+        """Rows of a graph for the requests that `_there_C4` is for, and how often graphs had changed."""
+        self._there_C4 = np.empty((0, 4), dtype=np.int64)
+        """Rows, verify rows, drafts made and windows of graphs that are there."""
 
     def candidates(self, rows: int, whole: int, least: int, most: int) -> Candidates | None:
         """Those for `least` to `most` drafts of so many requests, `whole` of each at most; None where there are none.
@@ -106,20 +114,21 @@ class GraphChoice:
         return self._every[place]
 
     def _find(self, rows: int, whole: int, least: int, most: int) -> Candidates | None:
-        # Columns: rows and verify rows of the graph, drafts verified, slots of blocks.
-        reachable_C4 = self._reachable(rows, least, most)
-        graphs_C4 = np.concatenate((reachable_C4, self._ready(rows, least, most)))
-        if not len(graphs_C4):
+        # Columns: rows and verify rows of the graph, drafts verified, slots of blocks, windows.
+        reachable_C5 = self._reachable(rows, least, most)
+        graphs_C5 = np.concatenate((reachable_C5, self._ready(rows, least, most)))
+        if not len(graphs_C5):
             return None
-        _, tiers_C, budgets_C, slots_C = graphs_C4.T
-        weights = self._weights(whole, graphs_C4[:, [0, 1, 3]])
-        return Candidates(tiers_C, budgets_C, slots_C, weights, len(reachable_C4))
+        _, tiers_C, budgets_C, slots_C, windows_C = graphs_C5.T
+        weights = self._weights(whole, graphs_C5[:, [0, 1, 3, 4]])
+        evens = np.flatnonzero(windows_C)
+        return Candidates(tiers_C, budgets_C, slots_C, windows_C, evens, weights, len(reachable_C5))
 
-    def _weights(self, whole: int, graphs_C3: np.ndarray) -> StepWeights:
-        if self._weighed is None or self._weighed[0] != whole or not np.array_equal(self._weighed[1], graphs_C3):
-            padded_C, tiers_C, slots_C = graphs_C3.T
+    def _weights(self, whole: int, graphs_C4: np.ndarray) -> StepWeights:
+        if self._weighed is None or self._weighed[0] != whole or not np.array_equal(self._weighed[1], graphs_C4):
+            padded_C, tiers_C, slots_C, windows_C = graphs_C4.T
             shares_C = slots_C / (padded_C * whole) if self._ragged else np.ones(len(padded_C))
-            self._weighed = whole, graphs_C3, self._cost.weights(padded_C, tiers_C, shares_C)
+            self._weighed = whole, graphs_C4, self._cost.weights(padded_C, tiers_C, shares_C, windows_C > 0)
         return self._weighed[2]
 
     def _reachable(self, rows: int, least: int, most: int) -> np.ndarray:
@@ -129,23 +138,30 @@ class GraphChoice:
         else:
             first, last = bisect_left(self._every, rows + least), bisect_left(self._every, rows + most)
             tiers_C = self._tiers[first : last + 1]
+        padded = rows if self._graphs is None else self._graphs.row_tier(rows)
         budgets_C = np.minimum(tiers_C - rows, most)
-        graphs_C4 = np.empty((len(tiers_C), 4), dtype=np.int64)
-        graphs_C4[:, 0] = rows if self._graphs is None else self._graphs.row_tier(rows)
-        graphs_C4[:, 1], graphs_C4[:, 2] = tiers_C, budgets_C
-        graphs_C4[:, 3] = self._slots(budgets_C, most) if self._ragged else most
-        return graphs_C4
+        graphs_C5 = np.zeros((len(tiers_C), 5), dtype=np.int64)
+        graphs_C5[:, 0], graphs_C5[:, 1], graphs_C5[:, 2] = padded, tiers_C, budgets_C
+        graphs_C5[:, 3] = self._slots(budgets_C, most) if self._ragged else most
+        windows = [] if self._graphs is None or self._tiers is None else self._graphs.windows
+        fitting = [w for w in windows if padded * (1 + w) <= self._every[-1] and rows * w >= least]
+        evens_W5 = [(padded, padded * (1 + w), min(rows * w, most), padded * w, w) for w in fitting]
+        return np.concatenate((graphs_C5, np.array(evens_W5, dtype=np.int64).reshape(-1, 5)))
 
     def _ready(self, rows: int, least: int, most: int) -> np.ndarray:
         """Those that are there, but for what another outdoes."""
         if self._graphs is not None and (known := (self._graphs.row_tier(rows), self._graphs.changes)) != self._known:
-            self._there_C3 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 3)
+            self._there_C4 = np.array(self._graphs.ready(rows), dtype=np.int64).reshape(-1, 4)
             self._known = known
-        padded_C, tiers_C, slots_C = self._there_C3.T
-        slots_C = np.where(slots_C > 0, slots_C, most)
+        padded_C, tiers_C, slots_C, windows_C = self._there_C4.T
+        slots_C = np.where(slots_C > 0, slots_C, np.where(windows_C > 0, padded_C * windows_C, most))
         budgets_C = np.minimum(np.minimum(tiers_C - rows, most), slots_C)
-        graphs_C4 = np.stack((padded_C, tiers_C, budgets_C, slots_C), axis=1)
-        return graphs_C4[(budgets_C >= least) & ~_outdone(graphs_C4 * _WANTED_LOW)]
+        budgets_C = np.where(windows_C > 0, np.minimum(rows * windows_C, most), budgets_C)
+        graphs_C5 = np.stack((padded_C, tiers_C, budgets_C, slots_C, windows_C), axis=1)
+        outdone_C = windows_C < 0
+        own = np.flatnonzero(windows_C == 0)
+        outdone_C[own] = _outdone(graphs_C5[own, :4] * _WANTED_LOW)
+        return graphs_C5[(budgets_C >= least) & ~outdone_C]
 
     def _slots(self, budgets_C: np.ndarray, most: int) -> np.ndarray:
         """Drafts to make where so many are verified: of blocks that graphs have room for, where those are known."""

@@ -30,7 +30,8 @@ _SURE = 32
 """Steps of a kind beyond which it outweighs its neighbours no more."""
 _MOST_KINDS = 512
 _APART = 100.0
-"""Octaves between steps with and without drafts, which know nothing of each other."""
+"""Octaves between steps without drafts, with windows of their own and with even ones, which know nothing of each
+other."""
 
 
 class MeasuredKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,16 +123,19 @@ class NearbySteps:
         return error_K2
 
 
-def point(rows: float, tier: float, drafts: float, drafting: bool) -> np.ndarray:
-    """Where a step lies, float64 [4]."""
+def point(rows: float, tier: float, drafts: float, drafting: int) -> np.ndarray:
+    """Where a step lies, float64 [4]: without drafts (0), with windows of their own (1) or even ones (2)."""
     octaves = [math.log2(max(1.0, size)) for size in (rows, tier, drafts)]
     return np.array([*octaves, _APART * drafting])
 
 
-def points(rows_C: np.ndarray, tiers_C: np.ndarray, drafts_C: np.ndarray) -> np.ndarray:
+def points(
+    rows_C: np.ndarray, tiers_C: np.ndarray, drafts_C: np.ndarray, even_C: np.ndarray | bool = False
+) -> np.ndarray:
     """The same of steps with drafts, float64 [C, 4]."""
     octaves_C3 = np.log2(np.maximum(1.0, np.stack((rows_C, tiers_C, drafts_C), axis=1)))
-    return np.concatenate((octaves_C3, np.full((len(rows_C), 1), _APART)), axis=1)
+    apart_C = np.full(len(rows_C), _APART) + _APART * np.asarray(even_C)
+    return np.concatenate((octaves_C3, apart_C[:, None]), axis=1)
 
 
 def lifted(points_C4: np.ndarray) -> np.ndarray:

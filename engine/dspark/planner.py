@@ -36,7 +36,8 @@ class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One step, as rank 0 sends it to the others: a whole, so that no rank can hold half of it.
 
     `slots` are the rows in order. `drafting` says whether the drafter runs; `budget` is how many drafts
-    are verified over all rows, at most, and `tier` the verify rows of the step with padding. `lens` are
+    are verified over all rows, at most, and `tier` the verify rows of the step with padding. With a `window` every
+    row drafts so many, as far as it may, and all are verified. `lens` are
     the drafts verified by row; a plan made before drafting has none yet (`spent` fills them in). A
     `probe` drafts although it is not expected to pay. Without `capture` a graph that is there has to do.
     """
@@ -49,6 +50,7 @@ class StepPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     lens: list[int]
     probe: bool = False
     capture: bool = True
+    window: int = 0
 
     def spent(self, lens: Sequence[int]) -> StepPlan:
         assert sum(lens) <= self.budget and len(lens) == len(self.slots), f"{sum(lens)} drafts over {self.budget}"
@@ -81,6 +83,15 @@ class Outlook:
     def ranking(self) -> Ranking:
         return Ranking.of(self)
 
+    @cached_property
+    def even(self) -> np.ndarray:
+        """float64 [3, G]: where every request has a window of so many drafts, as far as it may, the drafts of all,
+        those that are expected to be kept, and the tokens that they attend to."""
+        place_G = np.arange(self.survival_BG.shape[1])
+        within_BG = place_G < self.most_B[:, None]
+        kept_BG = np.where(within_BG, _falling(self.survival_BG), 0.0)
+        return np.stack((within_BG.sum(0), kept_BG.sum(0), self.context_B @ within_BG)).cumsum(axis=1)
+
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
@@ -92,8 +103,7 @@ class Ranking:
 
     @staticmethod
     def of(outlook: Outlook) -> Ranking:
-        # fmax takes the number where the other is none.
-        values_BG = np.minimum.accumulate(np.minimum(np.fmax(outlook.survival_BG, 0.0), 1.0), axis=1)
+        values_BG = _falling(outlook.survival_BG)
         rows, drafts = values_BG.shape
         place_G = np.arange(drafts)
         keys_BG = values_BG
@@ -104,9 +114,16 @@ class Ranking:
         return Ranking(order % rows, values_BG.T.ravel()[order])
 
 
+def _falling(survival_BG: np.ndarray) -> np.ndarray:
+    """Survivals that never grow along a row; what is no number is none."""
+    # fmax takes the number where the other is none.
+    return np.minimum.accumulate(np.minimum(np.fmax(survival_BG, 0.0), 1.0), axis=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified.
+    """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified: with a
+    `window`, so many of every row.
     `capture`: by a graph that may have to be made for it. `price`: the tokens that each draft has to bring for the
     step to bring as much as steps without drafts in its time."""
 
@@ -119,6 +136,7 @@ class Choice:
     slots: int = 0
     capture: bool = True
     price: float = math.inf
+    window: int = 0
 
     @property
     def rate(self) -> float:
@@ -134,6 +152,7 @@ class Choice:
             lens=[0] * len(slots),
             probe=self.probe,
             capture=self.capture,
+            window=self.window,
         )
 
 
@@ -222,12 +241,20 @@ class Planner:
         graphs = self._choice.candidates(rows, whole, least, most) if most >= least else None
         if graphs is None:
             return None, None
-        tiers_C, spent_C = graphs.tiers_C, graphs.budgets_C - 1
-        tokens_C = rows + ranking.survival_M.cumsum()[spent_C]
-        context_C = outlook.context_B.sum() + outlook.context_B[ranking.row_M].cumsum()[spent_C]
+        tiers_C, budgets_C, evens = graphs.tiers_C, graphs.budgets_C, graphs.evens
+        kept_C = ranking.survival_M.cumsum()[budgets_C - 1]
+        context_C = outlook.context_B[ranking.row_M].cumsum()[budgets_C - 1]
+        if len(evens):
+            budgets_C = budgets_C.copy()
+            budgets_C[evens], kept_C[evens], context_C[evens] = outlook.even[:, graphs.windows_C[evens] - 1]
+        tokens_C, context_C = rows + kept_C, outlook.context_B.sum() + context_C
         seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
         seconds_C = np.maximum(seconds_C, plain.seconds + self._cost.least_extra)
         rates_C = tokens_C / seconds_C
+        if len(evens) and outlook.least_B.any():
+            # Who wants more than the window of all gets it.
+            short = graphs.windows_C[evens] < np.minimum(outlook.least_B, outlook.most_B).max()
+            rates_C[evens[short]] = 0.0
 
         def best(first: int, last: int, capture: bool) -> Choice | None:
             if first == last:
@@ -235,12 +262,13 @@ class Planner:
             place = first + self._kept(tiers_C[first:last], rates_C[first:last])
             return Choice(
                 drafting=True,
-                budget=int(graphs.budgets_C[place]),
+                budget=int(budgets_C[place]),
                 tier=int(tiers_C[place]),
                 tokens=float(tokens_C[place]),
                 seconds=float(seconds_C[place]),
                 slots=min(int(graphs.slots_C[place]), most),
                 capture=capture,
+                window=int(graphs.windows_C[place]),
             )
 
         return best(0, graphs.reachable, True), best(graphs.reachable, len(tiers_C), False)

@@ -185,14 +185,16 @@ class Speculation:
         share = 1.0
         if self.by_request and choice.drafting:
             share = choice.slots / (count * self.max_drafts)
-            rows, most_B = drafting_first(rows, drafted(outlook, choice.slots))
+            made_B = np.minimum(most_B, choice.window) if choice.window else drafted(outlook, choice.slots)
+            rows, most_B = drafting_first(rows, made_B)
+        even = choice.window > 0
         step = DraftStep(
             samples=rows.samples,
             keys=rows.keys_B.tolist(),
             known=rows.known_B.tolist(),
             anchors=(rows.length_B - 1).tolist(),
             plan=choice.plan(self._step, rows.slots_B.tolist()),
-            shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share),
+            shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share, even),
             price=choice.price,
         )
         return step, rows, most_B

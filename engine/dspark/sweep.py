@@ -73,8 +73,10 @@ def cost_key(
     device = torch.device(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
     loop = f"{config.loop}, deterministic" if config.deterministic else config.loop
-    # Blocks are whole or by request; rejection takes more than drawing, and so do states that are kept.
-    loop = f"{loop}, {config.dspark.mode}, {config.dspark.rule}{', states' * config.dspark.keep_states}"
+    # Blocks are whole or by request, which may have even windows too; rejection takes more than drawing, and so do
+    # states that are kept.
+    windows = "compact, even" if config.dspark.mode == "compact" else config.dspark.mode
+    loop = f"{loop}, {windows}, {config.dspark.rule}{', states' * config.dspark.keep_states}"
     return CostKey(
         model=f"{shape} + {traits.name} of {traits.max_drafts} drafts",
         device=name,

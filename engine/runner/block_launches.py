@@ -37,8 +37,9 @@ from engine.runner.round_plan import RoundModes
 
 
 class BlockLaunches:
-    """`block` are the inputs that `open_rows` fills, or `pack_blocks` for `tokens` tokens of packed blocks; at most
-    `drafts` drafts of a row are made. Where rows are `shared`, `share` says what they have in common."""
+    """Its `block` has the inputs that `open_rows` fills, or `pack_blocks` for `tokens` tokens of packed blocks; at
+    most `drafts` drafts of a row are made. Whole blocks have the drafter's slots, or as many as are asked for. Where
+    rows are `shared`, `share` says what they have in common."""
 
     def __init__(
         self,
@@ -51,21 +52,23 @@ class BlockLaunches:
         drafts: int,
         tokens: int = 0,
         shared: bool = False,
+        block: int = 0,
     ) -> None:
         model, device, rows = drafter.model, drafter.pool.device, page_tables_BP.shape[0]
         spec, shape = model.spec, model.spec.backbone
+        self._size = block or spec.block
         if tokens:
             self.block = BlockRows.packed(rows, tokens, drafts, device)
         else:
-            tokens = rows * spec.block
-            self.block = BlockRows.empty(rows, spec.block, device)
+            tokens = rows * self._size
+            self.block = BlockRows.empty(rows, self._size, device)
         self._model, self._pool, self._attention, self._forward = model, drafter.pool, attention, forward
         self._table, self._modes, self._drafts = table, modes, drafts
-        block = self.block
+        own = self.block
         # Where a block stands matters to windows alone.
-        ends_T = block.positions_T if shared and not any(layer.window for layer in shape.layers) else None
-        places = page_tables_BP, block.seq_lens_B, block.starts_B1
-        self._plan = attention.plan_round_buffers(*places, spec.block, drafter.pool, at_end=True, ends_R=ends_T)
+        ends_T = own.positions_T if shared and not any(layer.window for layer in shape.layers) else None
+        places = page_tables_BP, own.seq_lens_B, own.starts_B1
+        self._plan = attention.plan_round_buffers(*places, self._size, drafter.pool, at_end=True, ends_R=ends_T)
         self._qkv = QKVShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self._out_TNH = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device)
 
@@ -145,7 +148,7 @@ class BlockLaunches:
         model, hidden = self._model, self._hidden()
         if self.block.at_GB is None:
             first, rows = model.spec.first_slot, len(self.block.slots_B)
-            hidden = hidden.view(rows, model.spec.block, -1)[:, first : first + self._drafts].contiguous()
+            hidden = hidden.view(rows, self._size, -1)[:, first : first + self._drafts].contiguous()
         flat_TD = hidden.flatten(0, -2)
         logits = self._forward.logits(flat_TD).view(*hidden.shape[:-1], -1)
         if model.cut is not None:

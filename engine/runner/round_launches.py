@@ -10,7 +10,7 @@ Shapes: B rows, R verify rows, G drafts, V vocabulary, P page-table columns, F f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,7 +81,8 @@ class RoundScratch:
 
 class RoundLaunches:
     """Calling it enqueues one round; `record_BF` then tells of it. `draft_tokens` are those of packed blocks, 0
-    where blocks are whole. `adapters` add to the target's products alone: the drafter is everybody's. Where
+    where blocks are whole. With a `window` every row makes so many drafts and verifies them all, as far as it may:
+    nothing has to be packed or spent. `adapters` add to the target's products alone: the drafter is everybody's. Where
     rows are `shared`, `share` says what they have in common."""
 
     def __init__(
@@ -95,14 +96,19 @@ class RoundLaunches:
         draft_tokens: int = 0,
         adapters: KernelStep | None = None,
         shared: bool = False,
+        window: int = 0,
     ) -> None:
         device, rows = parts.pool.device, inputs.rows
+        self._limits, self._mode, drafts = parts.limits, modes.mode, parts.drafts
+        if window:
+            self._limits = replace(parts.limits, block=parts.limits.lead + window, by_request=False)
+            self._mode, drafts = "static", window
 
         def column(dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
         self.inputs, self.adapters = inputs, adapters
-        self.record_BF = torch.zeros(rows, record_width(parts.drafts), dtype=torch.int32, device=device)
+        self.record_BF = torch.zeros(rows, record_width(drafts), dtype=torch.int32, device=device)
         self._parts, self._table, self._modes, self._workspace = parts, table, modes, scratch.sampling
         self._edits = table.edits.columns if modes.step.edits and table.edits is not None else None
         self._window_B, self._anchor_ids_B, self._anchors_B = (
@@ -111,19 +117,20 @@ class RoundLaunches:
             column(torch.int64),
         )
         self._spent_B = column(torch.int32)
-        self._survival_BG = torch.zeros(rows, parts.drafts, dtype=torch.float32, device=device)
+        self._survival_BG = torch.zeros(rows, drafts, dtype=torch.float32, device=device)
         self._drafter = None
         if parts.draft_attention is not None:
             drafter = parts.speculation.drafter
             assert isinstance(drafter, BlockDrafter)
-            given = (drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, parts.drafts)
-            self._drafter = BlockLaunches(*given, tokens=draft_tokens, shared=shared)
+            given = (drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, drafts)
+            block = self._limits.block if window else 0
+            self._drafter = BlockLaunches(*given, tokens=draft_tokens, shared=shared, block=block)
             self._drafter.sample_with(scratch.sampling, self._edits)
             self._drafts_BG = self._drafter.notes.ids_BG
         else:
-            self._drafts_BG = torch.zeros(rows, parts.drafts, dtype=torch.int64, device=device)
+            self._drafts_BG = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
         self._verify = VerifyRows.empty(verify, rows, device)
-        self._columns = empty_columns(verify, device, self._edits, parts.drafts)
+        self._columns = empty_columns(verify, device, self._edits, drafts)
         self._behind = Prefixes(self._verify.owner_R, self._verify.starts_B1, self._drafts_BG)
         self._drawn = SampleOut.empty(verify, device, entropy=modes.step.columns)
         self._places = Places.empty(verify, device) if modes.step.top else None
@@ -133,7 +140,7 @@ class RoundLaunches:
             self._judge = JudgeBuffers.empty(rows, verify, empty_columns(rows, device), scratch.residual_BV)
         places = inputs.page_tables_BP, self._verify.seq_lens_B, self._verify.starts_B1
         ends_R = self._verify.ends_R if shared else None
-        self._plan = parts.backend.plan_round_buffers(*places, 1 + parts.drafts, parts.pool, ends_R=ends_R)
+        self._plan = parts.backend.plan_round_buffers(*places, 1 + drafts, parts.pool, ends_R=ends_R)
         self._out_RNH = torch.zeros(
             verify, parts.backend.num_heads, parts.spec.head_dim, dtype=parts.pool.dtype, device=device
         )
@@ -146,8 +153,8 @@ class RoundLaunches:
             self._drafter.share(prefixes)
 
     def __call__(self) -> None:
-        inputs, parts, rows = self.inputs, self._parts, self._verify
-        drafter, limits = self._drafter, parts.limits
+        inputs, rows = self.inputs, self._verify
+        drafter, limits = self._drafter, self._limits
         open_rows(
             self._table,
             inputs.slots_B,
@@ -221,11 +228,13 @@ class RoundLaunches:
     def _lengths(self, confidence_BG: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Survivals [B, G], drafts of each row that are verified, and those that may be kept, int32 [B]. Of idle
         rows nobody asks."""
-        inputs, window_B, mode = self.inputs, self._window_B, self._modes.mode
-        survival_BG, calibration = inputs.survival_BG, None
-        if confidence_BG is not None:
+        inputs, window_B, mode = self.inputs, self._window_B, self._mode
+        drafts = self._survival_BG.shape[1]
+        if confidence_BG is None:
+            survival_BG, calibration = inputs.survival_BG[:, :drafts].contiguous(), None
+        else:
             survival_BG = self._survival_BG
-            calibration = Calibration(confidence_BG, self._parts.speculation.scaling.temperatures_G)
+            calibration = Calibration(confidence_BG, self._parts.speculation.scaling.temperatures_G[:drafts])
         if mode != "static" or calibration is not None:
             spent_B = None if mode == "static" else self._spent_B
             spend_rows(survival_BG, window_B, inputs.least_B, inputs.budget_1, spent_B, calibration)

@@ -49,7 +49,8 @@ class RoundPlan:
     drafted by request, `most` decides which graph runs. `survival_BG` float32 is what the
     budget is spent on where the drafter has no confidence, `drafts_BG` int64 what is verified where the
     host drafts. `adapters` are the slots of the rows' adapters, empty where all are the base's.
-    `prefixes` are what rows share of their pages and read once. Without `capture` a larger graph that is
+    `prefixes` are what rows share of their pages and read once. With a `window` every row drafts as many as it may of
+    so many, and all are verified. Without `capture` a larger graph that is
     there serves rather than one that has to be made.
     """
 
@@ -67,6 +68,7 @@ class RoundPlan:
     adapters: list[int] = field(default_factory=list)
     prefixes: list[SharedPrefix] = field(default_factory=list)
     capture: bool = True
+    window: int = 0
 
     @property
     def rows(self) -> int:

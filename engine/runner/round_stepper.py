@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,22 +44,47 @@ class CapturedRound:
     launches: RoundLaunches
 
 
-_Key = tuple[int, int, int, RoundModes, "Variant | None", bool]
-"""Tiers of rows, of verify rows and of block slots (0: whole blocks), what is computed, for which adapters, and
-whether rows share prefixes."""
+class _Key(NamedTuple):
+    """Tiers of rows, of verify rows and of block slots (0: whole blocks), the window of all rows (0: each has its own),
+    what is computed, for which adapters, and whether rows share prefixes."""
+
+    rows: int
+    verify: int
+    slots: int
+    window: int
+    modes: RoundModes
+    variant: Variant | None
+    shares: bool
+
+    @property
+    def kind(self) -> tuple[RoundModes, Variant | None]:
+        return self.modes, self.variant
+
+
+_EVEN_WINDOWS = (1, 3)
+"""Beside whole ones: such as short drafts are worth."""
 _READ_A_SECOND = 3e12
 """Bytes, of a large GPU: what sharing prefixes saves is weighed against the time of making a graph by it."""
 
 
 class RoundResult:
     """A burst's results on their way to the host: those of a burst of steps, and each round's records. `verify` rows
-    and `slots` of blocks, 0 where those are whole, are what the graph computed, over `padded` rows."""
+    and `slots` of blocks, 0 where those are whole, are what the graph computed, over `padded` rows, and `window` the
+    drafts of every row where those are the same."""
 
-    def __init__(self, rows: HostCopy, record_RBF: torch.Tensor, padded: int, verify: int, slots: int) -> None:
+    def __init__(
+        self, rows: HostCopy, record_RBF: torch.Tensor, padded: int, verify: int, slots: int, window: int
+    ) -> None:
         self._rows, self._records = rows, record_RBF
-        self.padded, self.verify, self.slots = padded, verify, slots
+        self.padded, self.verify, self.slots, self.window = padded, verify, slots, window
         self.edges: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """The device's time before the first round and behind the last one."""
+
+    def share(self, drafts: int) -> float:
+        """Of blocks of `drafts` slots a row, what was drafted."""
+        if self.window:
+            return self.window / drafts
+        return self.slots / (self.padded * drafts) if self.slots else 1.0
 
     def wait(self) -> tuple[HostResult, list[np.ndarray]]:
         """Tokens, and int32 [B, F] of every round."""
@@ -105,8 +131,12 @@ class RoundStepper:
         self.verify_tiers = tiers_of_verify_rows(max_rows, parts.drafts, whole)
         self.draft_tiers: list[int] | None = None
         """Draft tokens of graphs, None where blocks are whole."""
+        self.windows: tuple[int, ...] = ()
+        """Those that graphs may give to every row instead."""
         if parts.limits.by_request:
             self.draft_tiers = tiers_of_draft_tokens(max_rows, parts.limits.block)
+            if not parts.limits.lead:
+                self.windows = tuple(sorted({w for w in _EVEN_WINDOWS if w < parts.drafts} | {parts.drafts}))
         self._captured: dict[_Key, CapturedRound] = {}
         self._kind: tuple[RoundModes, Variant | None] | None = None
         """Of the round that ran last, beside its tiers and what its rows shared."""
@@ -135,14 +165,14 @@ class RoundStepper:
         """What one more graph takes, at best; nothing where there are none."""
         return self._graphs.seconds if self._graphs.exists else 0.0
 
-    def ready(self, rows: int) -> list[tuple[int, int, int]]:
-        """(rows, verify rows, block slots) of the graphs there are for so many rows, of the kind that ran last. Blocks
-        by request cost by their slots, so that rows to spare cost little."""
+    def ready(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """(rows, verify rows, block slots, window) of the graphs there are for so many rows, of the kind that ran last.
+        Blocks by request cost by their slots, so that rows to spare cost little."""
         least = self.row_tier(rows)
         fitting = (
-            (tier, verify, slots)
-            for tier, verify, slots, modes, variant, _ in self._captured
-            if (modes, variant) == self._kind and (tier == least or (slots and tier > least))
+            key[:4]
+            for key in self._captured
+            if key.kind == self._kind and (key.rows == least or (key.slots and key.rows > least))
         )
         return list(dict.fromkeys(fitting))
 
@@ -167,8 +197,8 @@ class RoundStepper:
 
     def run(self, plan: RoundPlan, samples: list[Sample]) -> RoundResult:
         """Enqueue the plan's rounds. Pages are reserved."""
-        captured, (tier, verify, slots, *_, shares) = self._ready(plan)
-        prefixes = plan.prefixes if shares else []
+        captured, key = self._ready(plan)
+        tier, verify, prefixes = key.rows, key.verify, plan.prefixes if key.shares else []
         inputs, device, (rows, columns) = captured.launches.inputs, self._table.device, plan.page_tables_BP.shape
         began = mark(self._table.device)
         adapters = captured.launches.adapters
@@ -187,14 +217,17 @@ class RoundStepper:
         self._counters.replayed(plan.rounds, rows, tier, captured.graphed, adapters is not None, stacked)
         self._counters.shared_rounds += plan.rounds if prefixes else 0
         copy = HostCopy(self._table, inputs.slots_B[:rows].long(), samples, plan.modes.step)
-        result, ended = RoundResult(copy, record_RBF, tier, verify, slots), mark(self._table.device)
+        result = RoundResult(copy, record_RBF, tier, verify, key.slots, key.window)
+        ended = mark(self._table.device)
         if began is not None and ended is not None:
             result.edges = began, ended
         return result
 
     def _ready(self, plan: RoundPlan) -> tuple[CapturedRound, _Key]:
-        verify, slots = self.tier(plan.verify), 0
-        if self.draft_tiers is not None:
+        rows, verify, slots = self.row_tier(plan.rows), self.tier(plan.verify), 0
+        if plan.window:
+            verify = rows * (1 + plan.window)
+        elif self.draft_tiers is not None:
             drafted = self._parts.limits.lead * np.count_nonzero(plan.most) + int(np.sum(plan.most))
             slots = self.draft_tiers[bisect.bisect_left(self.draft_tiers, drafted)]
         self._drop_moved()
@@ -205,10 +238,10 @@ class RoundStepper:
         if kind != self._kind:
             self._kind = kind
             self.changes += 1
-        key = self._chosen((self.row_tier(plan.rows), verify, slots, *kind, bool(plan.prefixes)), plan)
+        key = self._chosen(_Key(rows, verify, slots, plan.window, *kind, bool(plan.prefixes)), plan)
         captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[key] = self._capture(*key)
+            captured = self._captured[key] = self._capture(key)
             self.changes += 1
         return captured, key
 
@@ -217,15 +250,15 @@ class RoundStepper:
         not share while that is cheaper than making one that does."""
 
         def there(wanted: _Key) -> _Key | None:
-            for exact in (wanted, (*wanted[:-1], True)):
+            for exact in (wanted, wanted._replace(shares=True)):
                 if exact in self._captured:
                     return exact
             return None if plan.capture else self._roomy(wanted)
 
         found = there(key)
         if found is None and plan.prefixes:
-            apart = there((*key[:-1], False))
-            if apart is not None and not self._pays(plan, key[1]):
+            apart = there(key._replace(shares=False))
+            if apart is not None and not self._pays(plan, key.verify):
                 return apart
         return found or key
 
@@ -244,10 +277,11 @@ class RoundStepper:
         fitting = [
             other
             for other in self._captured
-            if other[3:5] == key[3:5] and all(have >= need for have, need in zip(other[:3], key[:3], strict=True))
-            if (other[2] or other[0] == key[0]) and other[5] >= key[5]
+            if (other.kind, other.window) == (key.kind, key.window)
+            and all(have >= need for have, need in zip(other[:3], key[:3], strict=True))
+            if (other.slots or other.rows == key.rows) and other.shares >= key.shares
         ]
-        return min(fitting, key=lambda other: (other[1], other[2], other[0], other[5]), default=None)
+        return min(fitting, key=lambda other: (other.verify, other.slots, other.rows, other.shares), default=None)
 
     def row_tier(self, rows: int) -> int:
         """Rows of the graph that is made for these."""
@@ -261,27 +295,25 @@ class RoundStepper:
         self._moves = table.moves
         if self._graphs.exists:
             torch.cuda.synchronize(self._table.device)
-        for key in [key for key in self._captured if key[3].step.extra]:
+        for key in [key for key in self._captured if key.modes.step.extra]:
             del self._captured[key]
             self.changes += 1
 
-    def _capture(
-        self, tier: int, verify: int, drafted: int, modes: RoundModes, variant: Variant | None, shared: bool
-    ) -> CapturedRound:
+    def _capture(self, key: _Key) -> CapturedRound:
+        tier, verify, variant, device = key.rows, key.verify, key.variant, self._table.device
         if self._scratch is None:
-            most = self.row_tiers[-1], self.verify_tiers[-1]
-            self._scratch = RoundScratch.empty(self._parts, *most, self._table.device)
+            self._scratch = RoundScratch.empty(self._parts, self.row_tiers[-1], self.verify_tiers[-1], device)
         inputs = self._inputs.get(tier)
         if inputs is None:
             columns = self._requests.pages_SP.shape[1]
-            inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, self._table.device)
+            inputs = self._inputs[tier] = RoundInputs.empty(tier, self._parts.drafts, columns, device)
         inputs.message[:tier] = -1
         step = None
         if variant is not None and self._parts.adapters is not None:
             step = self._parts.adapters.captured(verify, variant)
-        given = (self._parts, self._table, inputs, verify, modes, self._scratch, drafted, step, shared)
-        launches = RoundLaunches(*given)
-        which = f"{tier} rows, {verify} verify rows and {drafted or 'all'} block slots"
-        replay = self._graphs.record(launches, f"rounds of {which}")
+        given = (self._parts, self._table, inputs, verify, key.modes, self._scratch, key.slots, step)
+        launches = RoundLaunches(*given, key.shares, key.window)
+        drafts = f"windows of {key.window}" if key.window else f"{key.slots or 'all'} block slots"
+        replay = self._graphs.record(launches, f"rounds of {tier} rows, {verify} verify rows and {drafts}")
         self._counters.graph_captures += 1
         return CapturedRound(replay or launches, replay is not None, launches)

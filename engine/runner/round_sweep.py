@@ -72,9 +72,9 @@ class RoundSweep:
         # One draft a row is the cheapest round there is, and where kernels change with their sizes others say little
         # of it: what is not measured, and seems too long, is never tried.
         shapes = (*self._shapes(counts), *self._shapes(others, whole=False), *self._shapes(others))
-        made: set[tuple[int, int, float]] = set()
+        made: set[tuple[int, int, float, bool]] = set()
         for shape in dict.fromkeys(shapes):
-            graph = shape.rows, shape.tier, shape.share
+            graph = shape.rows, shape.tier, shape.share, shape.even
             spent = time.perf_counter() - began - (self._counters.graph_capture_seconds - captured)
             if spent < seconds:
                 times.append(self._time(shape))
@@ -85,9 +85,9 @@ class RoundSweep:
         return times
 
     def _shapes(self, counts: list[int], whole: bool = True) -> list[StepShape]:
-        """Without drafts, with one a row, with three, with `whole` windows, and the first two of them (without it no
-        others) behind short contexts too, which tells rows and tokens apart. Where blocks are drafted by request, what
-        planners ask for is made of each (`engine.dspark.planner`), else all."""
+        """Without drafts, with one a row, with three, with `whole` and shorter windows of all rows, and the first two
+        of them (without it no others) behind short contexts too, which tells rows and tokens apart. Where blocks are
+        drafted by request, what planners ask for is made of each (`engine.dspark.planner`), else all."""
         if self._context < 1:
             return []
         for pool in (self._pages.pool, self._pages.draft_pool):
@@ -97,13 +97,18 @@ class RoundSweep:
         for count in counts:
             most, short = count * self._drafts, max(1, self._context // _SHORTER)
             own = [StepShape(count, count, False)]
-            largest, budgets = self._stepper.verify_tiers[-1], (most,)
+            largest, budgets = self._stepper.verify_tiers[-1], {most}
+            evens = [w for w in self._stepper.windows if self._stepper.row_tier(count) * (1 + w) <= largest]
             if self._config.mode == "compact":
-                budgets = (count, min(3 * count, most), most)
+                budgets |= {count, min(3 * count, most)}
+                if self._drafts in evens:
+                    budgets -= {most} - {count}
             for verify in sorted({self._stepper.tier(min(count + budget, largest)) for budget in budgets}):
                 budget = min(verify - count, most)
                 slots = slots_for(budget, most) if self._stepper.draft_tiers is not None else most
                 own.append(StepShape(count, verify, True, share=slots / most))
+            for window in evens:
+                own.append(StepShape(count, count * (1 + window), True, share=window / self._drafts, even=True))
             both = own[:2]
             shapes += [_behind(shape, self._context) for shape in (own if whole else both)]
             shapes += [_behind(shape, short) for shape in both]
@@ -132,7 +137,7 @@ class RoundSweep:
         self._table.release(slots)
         if ran is None:
             return shape, seconds / _PLAIN_STEPS
-        share = ran.slots / (ran.padded * self._drafts) if ran.slots else 1.0
+        share = ran.share(self._drafts)
         return replace(shape, rows=ran.padded, tier=ran.verify, share=share), seconds / _ROUNDS
 
     def _round(self, shape: StepShape, slots: list[int], tables_BP: np.ndarray) -> RoundPlan:
@@ -150,6 +155,7 @@ class RoundSweep:
             page_tables_BP=tables_BP,
             survival_BG=none_BG + 0.5,
             drafts_BG=none_BG.astype(np.int64),
+            window=made // rows if shape.even else 0,
         )
 
     def _tables(self, rows: int) -> np.ndarray:

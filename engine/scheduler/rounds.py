@@ -96,7 +96,7 @@ class DeviceRounds:
         verified = step.plan.budget if config.mode == "compact" else int(planned.most_B.sum())
         shape = replace(
             step.shape,
-            tier=self._stepper.tier(len(rows) + verified),
+            tier=step.plan.tier if step.plan.window else self._stepper.tier(len(rows) + verified),
             context_queries=float(rows.length_B.sum() * (1 + verified / len(rows))),
         )
         (seconds,) = self._speculation.cost.predict([shape])
@@ -142,6 +142,7 @@ class DeviceRounds:
             adapters=[slot_of(sample.group.lease) for sample in rows.samples] if rows.adapted else [],
             prefixes=self._stepper.prefixes(rows, tables_BP, tier),
             capture=step.plan.capture,
+            window=step.plan.window,
         )
         self._counters.device_rounds += rounds
         captures = self._counters.graph_captures
@@ -228,7 +229,9 @@ class DeviceRounds:
     ) -> ToldRounds:
         """What the device did in rounds, and what became of all their drafts. Entry n is a row in a round, with
         `starts_N[n]` new tokens before it."""
-        foreseen, drafts, traits = planned.step, self.window - 1, self._speculation.drafter.traits
+        foreseen, ran, traits = planned.step, planned.result, self._speculation.drafter.traits
+        assert ran is not None, "it ran"
+        drafts = ran.window or self.window - 1
         prompts_B = np.array([sample.row.prompt_len for sample in foreseen.samples])
         anchors_N = starts_N + prompts_B[row_N] - 1
         window_N, verified_N, keep_N, accepted_N, _ = record_NF[:, :HEAD].T.astype(np.int64)
@@ -260,12 +263,10 @@ class DeviceRounds:
             step=foreseen.plan.step,
             steps=int(round_N[-1]) + 1,
         )
-        ran = planned.result
-        assert ran is not None, "it ran"
-        share = ran.slots / (ran.padded * drafts) if ran.slots else 1.0
+        share = ran.share(self.window - 1)
         return ToldRounds(
             foreseen=foreseen,
-            shape=replace(foreseen.shape, rows=ran.padded, tier=ran.verify, share=share),
+            shape=replace(foreseen.shape, rows=ran.padded, tier=ran.verify, share=share, even=bool(ran.window)),
             round_N=round_N,
             row_N=row_N,
             drew_N=drew_N,

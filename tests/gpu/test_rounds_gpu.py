@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.dspark.graph_choice import GraphChoice
+from engine.dspark.planner import Planner
 from lora.config import AdapterConfig
 from tests.gpu.test_engine_gpu import assert_equal, work
 from tests.support import ask, make_engine, prompt
@@ -47,6 +49,29 @@ def test_coupled_rounds_equal_plain_steps(t_full, drafter, mode):
         assert_equal(engine.generate(list(work())), expected)
     engine.check()
     assert engine.counters.device_rounds > 5 and engine.counters.serial_rounds == 0
+    assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_windows_of_all_rows_equal_plain_steps(t_full, drafter, monkeypatch, window):
+    reachable = GraphChoice._reachable
+    monkeypatch.setattr(
+        GraphChoice, "_reachable", lambda *given: (found := reachable(*given))[np.isin(found[:, 4], [0, window])]
+    )
+    choose = Planner._kept
+    # The window of all rows wherever there is one.
+    monkeypatch.setattr(
+        Planner,
+        "_kept",
+        lambda planner, tiers, rates: len(rates) - 1 if len(rates) > 1 else choose(planner, tiers, rates),
+    )
+    engine = speculating(t_full, drafter, mode="compact", least=1)
+    timeless(engine)
+    expected = make_engine(t_full, loop="overlapped", burst=8, **FIELDS).generate(list(work()))
+    for _ in range(2):
+        assert_equal(engine.generate(list(work())), expected)
+    engine.check()
+    assert window in {key.window for key in engine._loop._rounds._stepper._captured}
     assert engine.counters.graph_eager_steps == 0 and engine.draft_counters()["draft_verified"] > 10
 
 

@@ -23,7 +23,7 @@ import torch
 from engine import Engine
 from engine.dspark.cost_model import StepShape
 from engine.dspark.graph_choice import slots_for
-from engine.kernels.round_commit import HEAD
+from engine.kernels.round_commit import HEAD, PARTS
 from engine.request import Sample
 from engine.runner.graph_stepper import GraphStepper
 from engine.runner.round_launches import RoundLaunches
@@ -79,7 +79,7 @@ class SimulatedDevice:
             result = run(stepper, given, samples)
             if stepper._counters.graph_captures != graphs:
                 self.now = max(self.now, self.free) + self.capture
-            slots = result.slots or result.padded * DRAFTS
+            slots = result.slots or result.padded * (result.window or DRAFTS)
             self.ran[given.rows, result.verify] += given.rounds
             return self._landing(result, given.rounds * self.round(result.padded, result.verify, slots))
 
@@ -107,12 +107,13 @@ class SimulatedDevice:
         return _Landing(result, self, began, ended)
 
     def _round_of(self, launches: RoundLaunches) -> None:
-        table, inputs, drafts = launches._table, launches.inputs, launches._parts.drafts
+        table, inputs = launches._table, launches.inputs
+        drafts = (launches.record_BF.shape[1] - HEAD) // PARTS
         live = np.flatnonzero(inputs.slots_B.numpy() >= 0)
         slots = inputs.slots_B.numpy()[live]
         room_B = table.max_new_S.numpy()[slots] - table.new_S.numpy()[slots]
         going = table.finished_S.numpy()[slots] == 0
-        window_B = np.clip(np.minimum(inputs.most_B.numpy()[live], room_B - 1), 0, None)
+        window_B = np.clip(np.minimum(inputs.most_B.numpy()[live], room_B - 1), 0, drafts)
         chance_BG = self._chances(slots, drafts)
         survival_BG = np.cumprod(chance_BG, 1)
         keys = np.where(np.arange(drafts) < window_B[:, None], survival_BG, -1.0).T.ravel()

@@ -15,21 +15,25 @@ from tests.unit.dspark.toy import Play, Tables, enumerate_exact, row_of
 
 
 class TableCost:
-    """Seconds by verify rows, plus `draft` seconds for drafting."""
+    """Seconds by verify rows, plus `draft` seconds for drafting; those of even windows are `even`."""
 
-    def __init__(self, seconds, draft=0.0):
-        self.seconds, self.draft = seconds, draft
+    def __init__(self, seconds, draft=0.0, even=None):
+        self.seconds, self.draft, self.even = seconds, draft, even
 
     least_extra = 0.0
 
     def predict(self, shapes):
         return np.array([self.seconds[shape.tier] + self.draft * shape.drafting * shape.share for shape in shapes])
 
-    def weights(self, rows, tiers, shares):
-        return np.stack((tiers, shares), axis=1)
+    def weights(self, rows, tiers, shares, even=False):
+        return np.stack(np.broadcast_arrays(tiers, shares, even), axis=1)
 
     def times(self, weights, tokens_read, context_queries):
-        return np.array([self.seconds[int(tier)] + self.draft * share for tier, share in weights])
+        self.queries = context_queries
+        tables = [self.even if even else self.seconds for *_, even in weights]
+        return np.array(
+            [table[int(tier)] + self.draft * share for table, (tier, share, _) in zip(tables, weights, strict=True)]
+        )
 
 
 def outlook(survival, least=0, most=None, context=100):
@@ -275,8 +279,8 @@ def test_blocks_by_request_are_made_where_drafts_are_verified():
 class HeldGraphs:
     """Graphs that there are, and what one more costs."""
 
-    def __init__(self, capture_seconds, held):
-        self.capture_seconds, self.held = capture_seconds, held
+    def __init__(self, capture_seconds, held, windows=()):
+        self.capture_seconds, self.held, self.windows = capture_seconds, held, windows
 
     @property
     def changes(self):
@@ -286,7 +290,7 @@ class HeldGraphs:
         return rows
 
     def ready(self, rows):
-        return [(rows, *pair) for pair in self.held]
+        return [(rows, *pair, 0) for pair in self.held] + [(rows, rows * (1 + w), 0, w) for w in self.windows]
 
 
 def test_a_graph_is_made_once_doing_without_it_has_cost_as_much():
@@ -323,3 +327,41 @@ def test_without_any_graph_the_best_is_made_at_once():
     # A graph with room for fewer drafts than its verify rows is filled as far as they go.
     made = Planner(TableCost({4: 1.0}), [4], ragged=True, draft_tiers=[2, 3], graphs=HeldGraphs(9.0, [(4, 2)]))
     assert (made.choose(view).budget, made.choose(view).slots) == (2, 2)
+
+
+def test_even_windows_are_taken_where_they_are_cheaper_than_what_drafts_differ_by():
+    """One request is sure, the other is not: four drafts spent where they count, or two of each."""
+    view = outlook([[0.9, 0.8, 0.7], [0.4, 0.1, 0.05]])
+    seconds = {2: 1.0, 4: 1.2, 5: 1.25, 6: 1.3, 8: 1.5}
+
+    def chosen(even, **fields):
+        cost = TableCost(seconds, even=even)
+        graphs = HeldGraphs(9.0, [(4, 4), (5, 5), (6, 6), (8, 6)], windows=(1, 2, 3))
+        planner = Planner(cost, [2, 4, 5, 6, 8], ragged=True, draft_tiers=[4, 5, 6], graphs=graphs)
+        return planner.choose(outlook(**fields) if fields else view), cost
+
+    spent, _ = chosen({4: 1.2, 6: 1.3, 8: 1.5})
+    assert (spent.window, spent.budget) == (0, 4) and spent.tokens == pytest.approx(2 + 0.9 + 0.8 + 0.7 + 0.4)
+    even, cost = chosen({4: 1.2, 6: 0.9, 8: 1.5})
+    assert (even.window, even.budget, even.tier, even.slots) == (2, 4, 6, 4)
+    assert even.tokens == pytest.approx(2 + 0.9 + 0.8 + 0.4 + 0.1) and even.plan(1, [0, 1]).window == 2
+    assert 2 * 100 + 4 * 100 in cost.queries.tolist(), "each of four drafts attends to its context"
+    # Whose window is shorter drafts less of it; whoever asks for more drafts than it has rules it out.
+    survival = view.survival_BG
+    less, _ = chosen({4: 1.2, 6: 0.9, 8: 1.5}, survival=survival, most=[3, 1])
+    assert (less.window, less.budget) == (2, 3) and less.tokens == pytest.approx(2 + 0.9 + 0.8 + 0.4)
+    more, _ = chosen({4: 1.2, 6: 0.9, 8: 1.5}, survival=survival, least=[3, 0])
+    assert more.window == 0 and more.budget >= 3
+
+
+def test_an_even_window_that_is_not_there_is_made_as_any_other_graph():
+    cost = TableCost({2: 1.0, 4: 1.2}, even={4: 0.5})
+
+    class Wanted(HeldGraphs):
+        def ready(self, rows):
+            return [(rows, 4, 2, 0)]
+
+    planner = Planner(cost, [2, 4], ragged=True, draft_tiers=[2], graphs=Wanted(1.0, [], windows=(1,)))
+    taken = [planner.choose(outlook([[0.9], [0.8]])) for _ in range(8)]
+    assert [choice.window for choice in taken[:2]] == [0, 0]
+    assert any(choice.window == 1 and choice.capture for choice in taken)

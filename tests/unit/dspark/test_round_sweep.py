@@ -31,6 +31,8 @@ def sweep(rows, **fields):
         verify_tiers=verify,
         draft_tiers=tiers_of_draft_tokens(rows, DRAFTS),
         tier=lambda count: verify[int(np.searchsorted(verify, count))],
+        row_tier=lambda count: next(tier for tier in tiers_of_rows(rows) if tier >= count),
+        windows=(1, 3, DRAFTS),
     )
     pages = SimpleNamespace(pool=None, draft_pool=None, page_size=16)
     config = DSparkConfig(drafter="some", **fields)
@@ -51,12 +53,14 @@ def test_every_size_of_batch_is_met_with_few_some_and_all_drafts(rows):
         tiers = {shape.tier for shape in own if shape.drafting}
         assert min(tiers) <= 2 * count + 1 and max(tiers) >= min(largest, (1 + DRAFTS) * count)
         assert len(tiers) >= min(3, len({min(largest, k * count) for k in (2, 4, 8)}))
+        evens = {shape.tier // count - 1 for shape in own if shape.even}
+        assert evens == {window for window in (1, 3, DRAFTS) if (1 + window) * count <= largest}
     assert [shape.rows for shape in shapes[:4]] == [rows] * 4, "the largest batch first, whose graphs serve others"
 
 
 def test_what_no_seconds_are_left_for_has_graphs_all_the_same():
     timed, untimed = sweep(48), sweep(48)
-    shapes = {(s.rows, s.tier, s.share) for s, _ in timed.run(48, 600.0) if s.drafting}
+    shapes = {(s.rows, s.tier, s.share, s.even) for s, _ in timed.run(48, 600.0) if s.drafting}
     assert untimed.run(48, 0.0) == []
-    made = [(s.rows, s.tier, s.share) for s in untimed.launched_once()]
+    made = [(s.rows, s.tier, s.share, s.even) for s in untimed.launched_once()]
     assert len(made) == len(set(made)) and set(made) == shapes and len(untimed.launched) == len(made)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.round_log import logged, read
 from engine import Want
 from engine.dspark.cost_model import StepShape
+from engine.dspark.graph_choice import GraphChoice
 from engine.loops import seed_step_times
 from engine.runner.round_plan import RoundPlan
 from tests.support import ask, make_engine, prompt, reference_logprobs
@@ -88,6 +89,36 @@ def test_coupled_rounds_equal_plain_steps(t_full, tmp_path, drafter, mode):
     assert counters["draft_verified"] > 3
 
 
+@pytest.fixture
+def only_windows(monkeypatch):
+    """Planners that give all rows the same windows."""
+    reachable = GraphChoice._reachable
+
+    def allow(*windows):
+        def even(*given):
+            found = reachable(*given)
+            return found[np.isin(found[:, 4], windows)]
+
+        monkeypatch.setattr(GraphChoice, "_reachable", even)
+        monkeypatch.setattr(GraphChoice, "_ready", lambda *_: np.empty((0, 5), dtype=np.int64))
+
+    return allow
+
+
+def windows_of(engine):
+    return {key.window for key in engine._loop._rounds._stepper._captured}
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 4), pytest.param(3, 6, marks=slow)])
+def test_windows_of_all_rows_equal_plain_steps(t_full, tmp_path, only_windows, window, most):
+    only_windows(window)
+    engine = device_engine(t_full, save_random(tmp_path / "d0"), mode="compact", least=1, probe_every=1)
+    timeless(engine)
+    assert_same(engine.generate(work(most)), make_engine(t_full, page_size=4).generate(work(most)))
+    engine.check()
+    assert windows_of(engine) == {window} and engine.draft_counters()["draft_verified"] > 3
+
+
 def rejecting(folder, drafter, requests, but: int = 0, **fields):
     """A device engine and a serial one that verify the same drafts: whole windows in every round. Nothing is drafted
     for a sample's last token, which is a plain step's or a round's as it happens: `but` says whether to look."""
@@ -114,6 +145,22 @@ def test_rejection_on_the_device_is_that_of_the_serial_loop(t_full, tmp_path):
         return [ask("a", prompt(6), max_new=5, temperature=1.0, seed=3)]
 
     assert rejecting(t_full, save_random(tmp_path / "d0"), requests)["draft_verified"] > 3
+
+
+def test_rejection_of_windows_of_all_rows_is_that_of_a_drafter_of_such_windows(t_full, tmp_path, only_windows):
+    only_windows(3)
+    drafter, request = (
+        save_random(tmp_path / "d0", block_size=3),
+        ask("a", prompt(6), max_new=5, temperature=1.0, seed=3),
+    )
+    device = device_engine(t_full, drafter, rule="rejection", mode="compact", least=3, probe_every=1)
+    timeless(device)
+    serial = make_engine(t_full, page_size=4, dspark=dspark(drafter, rule="rejection", mode="static"))
+    assert_same(device.generate([request]), serial.generate([request]))
+    device.check()
+    assert windows_of(device) == {3}
+    for name in ("verified", "accepted", "emitted", "steps"):
+        assert device.draft_counters()[f"draft_{name}"] == serial.draft_counters()[f"draft_{name}"] > 0, name
 
 
 @slow
@@ -148,7 +195,7 @@ def test_rejection_of_drafts_without_probabilities(t_full):
 @pytest.mark.timeout(400)
 def assert_larger_graphs_serve(stepper):
     """A plan that may have no graph made for it runs as the least that has room; else its own is made."""
-    drafts, (tier, verify, _) = stepper._parts.drafts, max(stepper.ready(1))
+    drafts, (tier, verify, *_) = stepper._parts.drafts, max(stepper.ready(1))
     assert tier == 2 and (1, verify, 1) not in {key[:3] for key in stepper._captured}
     plan = RoundPlan(
         slots=[-1], rounds=1, verify=verify, budget=1, most=[1], least=[0], room=[0], modes=stepper._kind[0],
@@ -171,11 +218,12 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     stepper.run = lambda plan, samples: plans.append((plan.slots, plan.budget, plan.most)) or run(plan, samples)
     seed_step_times(engine._parts, speculation, loop._table, stepper, loop._stepper, 2)
     assert plans[::2] == plans[1::2], "what is timed is what went before it"
-    # Two rows and one: without drafts, with one each, with all; the first two behind short contexts too.
-    assert speculation.cost.observed == 10
-    # One row may also run as what two were measured with.
-    held = stepper.ready(1)
-    assert {verify for _, verify, _ in held} == {2, 4, 8} and len(stepper.ready(2)) == 2
+    # Two rows and one: without drafts, with one a row, with one of each, with all; the first two behind short contexts
+    # too.
+    assert speculation.cost.observed == 12
+    # One row may also run as what two were measured with, but for windows of all rows.
+    assert set(stepper.ready(1)) == {(1, 2, 2, 0), (1, 2, 0, 1), (1, 4, 0, 3), (2, 4, 4, 0)}
+    assert set(stepper.ready(2)) == {(2, 4, 4, 0), (2, 4, 0, 1), (2, 8, 0, 3)}
     predicted = speculation.cost.predict([StepShape(2, 2, False), StepShape(2, 8, True)])
     assert 0 < predicted[0] < predicted[1]
     assert_larger_graphs_serve(loop._rounds._stepper)

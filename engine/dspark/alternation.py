@@ -8,8 +8,8 @@ rarely while the answer is no. Ignores the answer (`engine.dspark.planner`).
 
 from __future__ import annotations
 
-from engine.dspark.planner import MOST_WAITS
-
+_MOST_WAITS = 16
+"""Times the cadence that passes at most between two questions."""
 _BRIEFLY = 8
 """Steps until the next question where no row had room for a draft, which says nothing of the next one."""
 
@@ -37,7 +37,7 @@ class Alternation:
             self._left = 0
         else:
             self._left = self._patience
-            self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every)
+            self._patience = min(2 * self._patience, _MOST_WAITS * self._probe_every)
 
     def had_no_room(self) -> None:
         """Rows at their ends, or where the drafter does not reach: whether drafting pays was not the question."""

@@ -26,7 +26,7 @@ import torch
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.graph_choice import GraphChoice, Graphs
 
-MOST_WAITS = 16
+_MOST_WAITS = 4
 """Times `probe_every` steps that pass at most between two probes."""
 _FORCED = 2.0
 _BARRED = -1.0
@@ -211,7 +211,7 @@ class Planner:
             self._without += 1
         else:
             self._without = 0
-            self._patience = min(2 * self._patience, MOST_WAITS * self._probe_every) if probe else self._probe_every
+            self._patience = min(2 * self._patience, _MOST_WAITS * self._probe_every) if probe else self._probe_every
         rows, further = len(outlook.most_B), chosen.seconds / plain.seconds - 1.0
         return replace(chosen, probe=probe and chosen.drafting, price=rows * further / max(1, chosen.budget))
 

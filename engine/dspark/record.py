@@ -208,9 +208,10 @@ class Record:
         return DraftReport.of(series_of(self._classes, self.reliability, others))
 
     def passed(self, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
-        """Plain steps of these samples that nobody planned, one for each token."""
+        """Plain steps of these samples that nobody planned, one for each token: all that there were."""
         for sample, count in zip(samples, tokens, strict=True):
             self._stats(sample.group).plain_steps += count
+        self._estimate.passed(max(tokens, default=0))
 
     # --- rows -----------------------------------------------------------------------------------
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from engine.dspark.kinds import Kinds
 
-_OLDEST = 8
-"""Steps after which a remembered confidence says nothing any more."""
+_OLDEST = 24
+"""Steps after which a remembered confidence says nothing any more: three launches."""
 _MOST_POLICIES = 1024
 _MOST_KINDS = 1024
 _CLASS_THRESHOLD = 32.0
@@ -73,8 +74,13 @@ def carried_on(survival_BG: np.ndarray, made_B: np.ndarray) -> np.ndarray:
     return np.where(beyond_BG > 0, carried_BG, survival_BG)
 
 
-_Sums = tuple[list[float], list[float]]
-"""Of chances and of observations, by draft."""
+@dataclass(slots=True)
+class _Sums:
+    """Of chances and of observations, by draft, as they stood after `passed` plain steps."""
+
+    kept: list[float]
+    seen: list[float]
+    passed: int
 
 
 class AcceptanceEstimate:
@@ -85,8 +91,9 @@ class AcceptanceEstimate:
     apart at one draft (a factor of odds) it is taken to have at the next, until that says otherwise: where short
     windows are found good longer ones are tried. Of a single request so much is made of nothing.
 
-    `fade` is what an observation of a group or request keeps of its weight with each later one, `fade_wide` that of
-    the wider ones with each later step: they speak of all requests that ran, not of the last to end.
+    `fade` is what an observation of a group or request keeps of its weight with each later one, and with each step in
+    which nobody drafted, as texts go on meanwhile; `fade_wide` that of the wider ones with each later step with drafts:
+    they speak of all requests that ran, not of the last to end.
     """
 
     def __init__(
@@ -100,6 +107,8 @@ class AcceptanceEstimate:
         self._requests: dict[Hashable, _Sums] = {}
         self._policies: dict[Hashable, None] = {}
         self._kinds: dict[Hashable, None] = {}
+        self._passed = 0
+        """Steps in which nobody drafted."""
 
     def observe_kinds(
         self,
@@ -128,16 +137,24 @@ class AcceptanceEstimate:
         it showed would count twice."""
         count = min(len(chances), self._width)
         # A row's few numbers are quicker one by one than as arrays.
-        fade, width = self._fade, self._width
+        width = self._width
         levels = [(self._requests, request)] if group is None else [(self._groups, group), (self._requests, request)]
         for level, key in levels:
             sums = level.get(key)
             if sums is None:
-                sums = level[key] = ([0.0] * width, [0.0] * width)
-            kept, seen = sums
+                sums = level[key] = _Sums([0.0] * width, [0.0] * width, self._passed)
+            if sums.passed != self._passed:
+                left = self._fade ** (self._passed - sums.passed)
+                sums.kept[:], sums.seen[:] = [left * k for k in sums.kept], [left * s for s in sums.seen]
+                sums.passed = self._passed
+            kept, seen, fade = sums.kept, sums.seen, self._fade
             for k in range(count):
                 kept[k] = kept[k] * fade + chances[k]
                 seen[k] = seen[k] * fade + 1.0
+
+    def passed(self, steps: int) -> None:
+        """Steps in which nobody drafted."""
+        self._passed += steps
 
     def survivals(
         self,
@@ -170,8 +187,12 @@ class AcceptanceEstimate:
         known = [b for b, name in enumerate(names) if name in level]
         if known:
             # Thousands of numbers in lists: told one after another they are there in half the time.
-            numbers = chain.from_iterable(chain.from_iterable(level[names[b]] for b in known))
+            own = [level[names[b]] for b in known]
+            numbers = chain.from_iterable(chain.from_iterable((sums.kept, sums.seen) for sums in own))
             sums_K2G = np.fromiter(numbers, np.float64).reshape(len(known), 2, self._width)
+            passed_K = self._passed - np.fromiter((sums.passed for sums in own), np.int64)
+            if passed_K.any():
+                sums_K2G *= (self._fade**passed_K)[:, None, None]
             leant_KG = sums_K2G[:, 0] + self._leaning * means_BG[known]
             means_BG[known] = leant_KG / (sums_K2G[:, 1] + self._leaning)
 
@@ -180,7 +201,7 @@ class AcceptanceEstimate:
         self._wide = {key: left * sums_2G for key, sums_2G in self._wide.items()}
         for level in (self._groups, self._requests):
             for sums in level.values():
-                for part in sums:
+                for part in (sums.kept, sums.seen):
                     part[:] = [left * number for number in part]
 
     def forget_request(self, request: Hashable) -> None:

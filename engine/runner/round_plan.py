@@ -19,7 +19,7 @@ from engine.dspark.config import Mode, Rule
 from engine.runner.stepper import StepModes
 from lora.device_pool import BASE
 
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 8
 """Rounds launched at once, at most: their budget is as old as the first of them."""
 
 

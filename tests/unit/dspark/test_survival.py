@@ -22,7 +22,7 @@ def test_old_confidences_are_forgotten():
     past = LaggedSurvivals(lag=2)
     past.note(0, ["a"], np.ones((1, 1)))
     into = np.zeros((1, 1))
-    assert past.known(9, ["a"], into) == [] and past.known(12, ["a"], into) == [0]
+    assert past.known(25, ["a"], into) == [] and past.known(28, ["a"], into) == [0]
     past.note(100, ["b"], np.ones((1, 1)))
     assert past.known(102, ["a"], into) == [0]
 
@@ -85,6 +85,20 @@ def test_what_the_only_request_of_a_group_showed_counts_once():
         twice.observe("g", 1, [1.0])
     assert 0.7 < asked(alone, "g", 1)[0] < asked(twice, "g", 1)[0]
     assert asked(alone, "g", 2)[0] == pytest.approx(0.7)
+
+
+def test_what_a_request_showed_is_forgotten_while_its_text_goes_on_without_drafts():
+    estimate = AcceptanceEstimate(1)
+    estimate.observe_kinds(Kinds.of([("", "kind")]), np.array([[0.9]]), weight=1e6)
+    for _ in range(40):
+        estimate.observe("g", 1, [0.0])
+    assert (before := asked(estimate, "g", 1, "", "kind")[0]) < 0.2
+    estimate.passed(60)
+    assert before < (later := asked(estimate, "g", 1, "", "kind")[0]) < 0.7
+    estimate.passed(400)
+    assert asked(estimate, "g", 1, "", "kind")[0] == pytest.approx(0.9, abs=0.01)
+    estimate.observe("g", 1, [0.0])
+    assert later < asked(estimate, "g", 1, "", "kind")[0] < 0.85
 
 
 def test_kinds_speak_of_all_rows_of_their_steps():

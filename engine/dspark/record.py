@@ -50,7 +50,8 @@ sums gets all of them; what is decided by them is a few steps late. Of few reque
 _LEFT = 0.1
 """What outcomes of one drafter say of the next, which is often the same one after some more training."""
 _CLEARLY = 0.8
-"""Drafts that bring this share of what they cost are not lost, as far as alarms go: planners see to them."""
+"""Where first drafts bring this share of what one costs drafts are not lost, as far as alarms go: planners see to what
+is not worth it behind them."""
 _MOST_GONE = 64
 """Ended requests that may be in steps which are not summed up yet."""
 
@@ -296,14 +297,14 @@ class Record:
         return [(first + place) % rows for place in range(_MOST_REMEMBERED)]
 
     def _watch(self, outcomes: Outcomes, names: Kinds[_Named]) -> None:
-        """Accepted drafts against those expected of verified ones, as promises of their kind are kept, and those that
-        were missing for drafts not to lose clearly, by predicted times, as a hiccup is no drift: of all rows, and by
-        class. Texts change as they go on, so that whoever is barred for what just pays no more misses what will."""
+        """Accepted drafts against those expected of verified ones, as promises of their kind are kept, and the first
+        drafts that were missing for those not to lose clearly, by predicted times, as a hiccup is no drift: of all
+        rows, and by class. Texts change as they go on, so that whoever is barred for what just pays no more misses what
+        will; and where windows are too long shorter ones are the answer."""
         number, accepted_N, verified_N = outcomes.step, outcomes.accepted_N, outcomes.verified_N
         spent_NG = np.arange(outcomes.survival_NG.shape[1]) < verified_N[:, None]
         expected_N = np.where(spent_NG, outcomes.survival_NG * self.kept(names), 0.0).sum(1)
-        cost_N = np.where(verified_N > 0, outcomes.price_N * np.maximum(verified_N, 1), 0.0)
-        lost_N = _CLEARLY * cost_N - accepted_N
+        lost_N = np.where(verified_N > 0, _CLEARLY * outcomes.price_N, 0.0) - np.minimum(accepted_N, 1)
         columns = expected_N, accepted_N, verified_N, lost_N
         classes = [*_summed(_octaves(outcomes.anchors_N + 1), *columns)]
         policies = Kinds.of([policy for policy, _ in names.names])

@@ -239,8 +239,8 @@ class DriftAlarm:
     """One-sided cumulative sum of (predicted - actual) accepted drafts per verified one.
 
     Sounds when more than `threshold` drafts, beyond `slack` of each, were missing from what was predicted
-    (calibration or drafter no longer fit the policy), and drafts brought clearly less than they cost since the sum
-    began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
+    (calibration or drafter no longer fit the policy), and first drafts brought clearly less than they cost since the
+    sum began to grow: predictions that are too high, of drafts that pay all the same, are for calibration to mend.
     """
 
     def __init__(self, threshold: float = 64.0, slack: float = 0.05) -> None:
@@ -249,7 +249,7 @@ class DriftAlarm:
         self._lost = 0.0
 
     def observe(self, predicted: float, accepted: int, verified: int, lost: float) -> bool:
-        """Drafts of a step, and how many more would have had to be accepted for the verified ones to bring most of what
+        """Drafts of a step, and how many more first ones would have had to be accepted for those to bring most of what
         they cost (`engine.dspark.record`); less than 0 where they did."""
         self.level = max(0.0, self.level + predicted - accepted - self._slack * verified)
         self._lost = self._lost + lost if self.level else 0.0

@@ -86,8 +86,8 @@ class RoundSweep:
 
     def _shapes(self, counts: list[int], whole: bool = True) -> list[StepShape]:
         """Without drafts, with one a row, with three, with `whole` and shorter windows of all rows, and the first two
-        of them (without it no others) behind short contexts too, which tells rows and tokens apart. Where blocks are
-        drafted by request, what planners ask for is made of each (`engine.dspark.planner`), else all."""
+        of them (without it no others) and the last behind short contexts too, which tells rows and tokens apart. Where
+        blocks are drafted by request, what planners ask for is made of each (`engine.dspark.planner`), else all."""
         if self._context < 1:
             return []
         for pool in (self._pages.pool, self._pages.draft_pool):
@@ -109,7 +109,8 @@ class RoundSweep:
                 own.append(StepShape(count, verify, True, share=slots / most))
             for window in evens:
                 own.append(StepShape(count, count * (1 + window), True, share=window / self._drafts, even=True))
-            both = own[:2]
+            # What a row's queries read together costs less than as much that each reads alone.
+            both = [*own[:2], own[-1]] if whole else own[:2]
             shapes += [_behind(shape, self._context) for shape in (own if whole else both)]
             shapes += [_behind(shape, short) for shape in both]
         return shapes

@@ -218,9 +218,9 @@ def test_a_sweep_seeds_step_times_and_leaves_nothing_behind(t_full, tmp_path, mo
     stepper.run = lambda plan, samples: plans.append((plan.slots, plan.budget, plan.most)) or run(plan, samples)
     seed_step_times(engine._parts, speculation, loop._table, stepper, loop._stepper, 2)
     assert plans[::2] == plans[1::2], "what is timed is what went before it"
-    # Two rows and one: without drafts, with one a row, with one of each, with all; the first two behind short contexts
-    # too.
-    assert speculation.cost.observed == 12
+    # Two rows and one: without drafts, with one a row, with one of each, with all; two and the last behind short
+    # contexts too.
+    assert speculation.cost.observed == 14
     # One row may also run as what two were measured with, but for windows of all rows.
     assert set(stepper.ready(1)) == {(1, 2, 2, 0), (1, 2, 0, 1), (1, 4, 0, 3), (2, 4, 4, 0)}
     assert set(stepper.ready(2)) == {(2, 4, 4, 0), (2, 4, 0, 1), (2, 8, 0, 3)}

@@ -3,8 +3,8 @@
 Owns admission: rows, pages, adapters and what the host still has to bring, asked in the queue's order. Ignores what
 becomes of a prefill (`engine.scheduler.scheduler`).
 
-A prompt is computed once for all samples waiting for it; a request whose prompt is being computed for another
-waits for it and then hits the cache.
+A prompt is computed once for all samples waiting for it; a request whose prompt begins as one that is being computed
+waits for that and then hits the cache, unless so little is the same that it is sooner computed again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from engine.scheduler.prefill import Prefill, Scorer, ScoreTask
 from engine.scheduler.queues import Queues
 from engine.types import CacheHit
 
+_SPARE_TOKENS = 256
+"""Tokens of a batch of prompts that are computed more than once, at most, rather than one after another."""
+
 
 class Admitter:
     def __init__(
@@ -40,6 +43,8 @@ class Admitter:
         self._namespace_of = namespace_of
         self._adapters = adapters
         self._adapter_missing = False
+        self._spare_tokens = 0
+        """Tokens that may yet be computed although another prompt's prefill has them."""
         self._prefetch = Prefetch(pages, namespace_of)
 
     def ahead(self, samples: list[Sample]) -> None:
@@ -63,7 +68,7 @@ class Admitter:
         self._prefetch.ahead(self._queues.waiting[:AHEAD])
 
     def _admit_all(self) -> None:
-        queues, self._adapter_missing = self._queues, False
+        queues, self._adapter_missing, self._spare_tokens = self._queues, False, _SPARE_TOKENS
         while queues.scoring and queues.has_row:
             if not self._admit_scoring(queues.scoring[0]):
                 return
@@ -137,13 +142,16 @@ class Admitter:
         scorer = self._prompt_scorer(group)
         limit = min(len(tokens) - 1, scorer.match_limit) if scorer else len(tokens) - 1
         match = self._pages.match(namespace, tokens, limit)
+        shared, nearest = match.usable, None
         for prefill in self._queues.prefills:
             if not prefill.done and prefill.namespace == namespace:
-                shared = min(prefill.common_prefix(tokens), limit) // self._pages.hit_grid * self._pages.hit_grid
-                if shared > match.usable:
-                    if self._pages.states is not None:
-                        prefill.stops.add(shared)
-                    return False
+                common = min(prefill.common_prefix(tokens), limit) // self._pages.hit_grid * self._pages.hit_grid
+                if common > shared:
+                    shared, nearest = common, prefill
+        if nearest is not None and not self._computes_again(shared - match.usable, limit - match.usable):
+            if self._pages.states is not None:
+                nearest.stops.add(shared)
+            return False
         match = self._prefetch.restored(match)
         if match is None:
             return False
@@ -155,6 +163,14 @@ class Admitter:
         if fresh:
             for sibling in [s for s in group.samples if s.state is SampleState.WAITING and not s.ids]:
                 self._queues.attach(sibling, prefill)
+        return True
+
+    def _computes_again(self, shared: int, missing: int) -> bool:
+        """Whether to compute the `shared` ones of the tokens that are `missing` beside another that computes them, as a
+        second launch takes longer than a few tokens do: the smaller part of a prompt, and no more in all than may be."""
+        if self._pages.states is not None or 2 * shared > missing or shared > self._spare_tokens:
+            return False
+        self._spare_tokens -= shared
         return True
 
     def _prompt_scorer(self, group: Group) -> Scorer | None:

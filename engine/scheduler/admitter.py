@@ -166,8 +166,9 @@ class Admitter:
         return True
 
     def _computes_again(self, shared: int, missing: int) -> bool:
-        """Whether to compute the `shared` ones of the tokens that are `missing` beside another that computes them, as a
-        second launch takes longer than a few tokens do: the smaller part of a prompt, and no more in all than may be."""
+        """Whether to compute the `shared` ones of the tokens that are `missing` beside another that computes them, as
+        a second launch takes longer than a few tokens do: the smaller part of a prompt, and no more in all than may
+        be."""
         if self._pages.states is not None or 2 * shared > missing or shared > self._spare_tokens:
             return False
         self._spare_tokens -= shared

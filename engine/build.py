@@ -265,4 +265,5 @@ def _draft_shape(config: EngineConfig, drafter: LoadedDrafter | None) -> DraftSh
     if model is None:
         return DraftShape(drafts or NGRAM_DRAFTS, rejection=rejection)
     most = model.spec.num_drafts
-    return DraftShape(min(drafts or most, most), model.spec.block, model.spec.backbone, rejection)
+    captured = len(model.spec.target_layers) + config.dspark.keep_states
+    return DraftShape(min(drafts or most, most), model.spec.block, model.spec.backbone, rejection, captured)

@@ -327,14 +327,14 @@ class Speculation:
 
     def absorb(
         self,
-        ids_B: torch.Tensor,
-        positions_B: torch.Tensor,
-        write_slots_B: torch.Tensor,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        write_slots_T: torch.Tensor,
         features: dict[int, torch.Tensor],
     ) -> None:
-        """Commit one token of every row of a burst's step, on the device alone: what a captured graph does.
-        Rows that have finished have no slot (-1)."""
-        self.drafter.commit(Committed((), (), ids_B, positions_B, write_slots_B, features))
+        """Commit tokens of a burst's steps, in any order and on the device alone: what a captured graph does.
+        Those that are nobody's have no slot (-1)."""
+        self.drafter.commit(Committed((), (), ids_T, positions_T, write_slots_T, features))
 
     def burst(self, samples: list[Sample], tokens: Sequence[int], seconds: float | None) -> None:
         """A burst of plain steps has been committed: tokens of each sample, in `seconds` a step where that is

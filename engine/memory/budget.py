@@ -19,6 +19,7 @@ from engine.memory.layer_split import SplitBytes
 from engine.memory.needs import (
     GRAPH_BYTES,
     DraftShape,
+    context_share,
     round_share,
     split_token_bytes,
     step_shares,
@@ -100,6 +101,8 @@ def _reserve(
     shares = step_shares(spec, dtype, tokens, rows, spec.context_len, config.deterministic)
     if draft is not None:
         shares += (round_share(spec, dtype, rows, draft),)
+        if draft.captured:
+            shares += (context_share(spec, dtype, rows, config.scheduler.burst, draft),)
     if ring_bytes:
         shares += (Share("rings", rows, "rows", ring_bytes, "replay of drafts of recurrent layers"),)
     if gpu:

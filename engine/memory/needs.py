@@ -28,13 +28,14 @@ LOGIT_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """A drafter at work: `drafts` a round at most; `shape` and `block` where it has layers of its own; with
-    `rejection` rounds keep a row of residual probabilities."""
+    """A drafter at work: `drafts` a round at most; `shape` and `block` where it has layers of its own, `captured` the
+    target layers that it is told of; with `rejection` rounds keep a row of residual probabilities."""
 
     drafts: int
     block: int = 0
     shape: ModelSpec | None = None
     rejection: bool = False
+    captured: int = 0
 
 
 def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -80,6 +81,15 @@ def round_share(spec: ModelSpec, dtype: torch.dtype, rows: int, draft: DraftShap
     if draft.rejection:
         total += rows * spec.vocab_size * 4
     return Share("rounds", rows, "rows", -(-total // rows), f"{verify} verify rows and {draft.drafts} drafts a row")
+
+
+def context_share(spec: ModelSpec, dtype: torch.dtype, rows: int, burst: int, draft: DraftShape) -> Share:
+    """What a burst of captured steps puts aside for a drafter, and what its commit makes of that: layers' outputs
+    next to each other for the context and for kept states, the context, its keys and values."""
+    made = 0 if draft.shape is None else draft.shape.token_numbers
+    numbers = (3 * draft.captured + 1) * spec.hidden + made
+    why = f"{burst} steps of {draft.captured} layers for the drafter"
+    return Share("draft_context", rows, "rows", burst * numbers * dtype.itemsize, why)
 
 
 def _activations(spec: ModelSpec, dtype: torch.dtype) -> int:

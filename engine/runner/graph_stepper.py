@@ -4,8 +4,9 @@ Owns the tiers of batch sizes, capture on first use, and the host's part of a bu
 tables and shared prefixes in, replays, results out. Ignores what rows mean and when bursts run.
 
 A step is one replay: gather, forward, draw, advance, all over a vector of slots. Lengths, stops
-and sampling live on the device, so a captured graph serves any content of its tier. Without a GPU
-the same launches run one by one, interpreted, for tests.
+and sampling live on the device, so a captured graph serves any content of its tier. What a drafter
+must be told of a burst takes one more, behind its steps. Without a GPU the same launches run one by
+one, interpreted, for tests.
 
 Shapes: B rows of a tier, P page-table columns, N query heads, H head size.
 """
@@ -39,6 +40,7 @@ from engine.models.fused import FusedForward
 from engine.models.layerwise import LayerwiseForward
 from engine.models.spec import ModelSpec
 from engine.request import Sample
+from engine.runner.burst_context import BurstContext
 from engine.runner.graph_pool import GraphPool
 from engine.runner.state_tracks import StateRows, StateTracks, TrackedResult
 from engine.runner.step_plan import StepPlan
@@ -73,7 +75,8 @@ class Captured:
 
 
 class GraphStepper:
-    """Graphs read weights and keys where they lie: both keep their addresses for life."""
+    """Graphs read weights and keys where they lie: both keep their addresses for life. `burst` bounds the steps
+    whose tokens a drafter waits for."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class GraphStepper:
         backend: TritonAttention | TritonLatent,
         kv_pool: KVPool,
         max_rows: int,
+        burst: int,
         counters: EngineCounters,
         deterministic: bool = False,
         speculation: Speculation | None = None,
@@ -93,7 +97,6 @@ class GraphStepper:
         self._adapters = adapters
         self._states = states
         self._deterministic = deterministic
-        self._speculation = speculation
         self._table = table
         self._requests = requests
         self._forward = forward
@@ -107,6 +110,10 @@ class GraphStepper:
         self._graphs = GraphPool(kv_pool.device, counters)
         self._workspace = SampleWorkspace.empty(max_rows, spec.vocab_size, kv_pool.device)
         self._drawn = SampleOut.empty(max_rows, kv_pool.device, entropy=True)
+        self._context: BurstContext | None = None
+        if speculation is not None and speculation.captured_layers:
+            place = spec.hidden, kv_pool.dtype, kv_pool.device
+            self._context = BurstContext(speculation, self._graphs, counters, max_rows, burst, *place)
         # The largest buffers come first: those of smaller tiers then lie inside them.
         self._size = self._plan(max_rows, shared=True).size
 
@@ -117,6 +124,8 @@ class GraphStepper:
     def forget(self) -> None:
         """Drop all graphs and give their memory up. They are captured anew when needed."""
         self._captured.clear()
+        if self._context is not None:
+            self._context.forget()
         self._graphs.forget()
 
     def run(self, samples: list[Sample], slots: list[int], steps: int) -> BurstResult:
@@ -143,7 +152,8 @@ class GraphStepper:
         tier = self._tiers[bisect.bisect_left(self._tiers, rows)]
         shared = bool(plan.prefixes) and not self._deterministic  # whose steps are the same either way
         self._drop_moved()
-        captured = self._step_for(tier, shared, plan)
+        captured, context = self._step_for(tier, shared, plan), self._context
+        together = plan.steps if context is None else context.begin(tier, plan.steps)
         device = self._pool.device
         padded = np.full(tier, -1, dtype=np.int64)
         padded[:rows] = plan.slots
@@ -156,8 +166,11 @@ class GraphStepper:
             captured.metadata.set_prefixes(plan.prefixes)
         if captured.states is not None:
             captured.states.fill(*plan.states)
-        for _ in range(plan.steps):
-            captured.replay()
+        for first in range(0, plan.steps, together):
+            for _ in range(min(together, plan.steps - first)):
+                captured.replay()
+            if context is not None:
+                context.commit(tier)
         adapters = captured.adapters
         stacked = adapters is not None and adapters.stack is not None
         self._counters.replayed(plan.steps, rows, tier, captured.graphed, adapters is not None, stacked)
@@ -228,8 +241,7 @@ class GraphStepper:
         windows = metadata.window
         window = None if windows is None else (windows.page_tables_BP, windows.write_slots_B)
         window_slots_B = None if window is None else window[1]
-        layers = () if self._speculation is None else self._speculation.captured_layers
-
+        layers = () if self._context is None else self._context.layers
         state_rows = None if self._states is None else self._states.rows(tier)
 
         def attend(q_BNH: torch.Tensor, layer: int, sink_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -259,8 +271,8 @@ class GraphStepper:
             hidden_BD = self._forward.hidden(*inputs, attend, states or None, adapters, window_slots_B)
             if state_rows is not None:
                 state_rows.keep(metadata.seq_lens_B)
-            if self._speculation is not None and layers:
-                self._speculation.absorb(ids_B, positions_B, write_slots_B, states)
+            if self._context is not None:
+                self._context.keep(ids_B, positions_B, write_slots_B, states)
             logits_BV = self._forward.logits(hidden_BD, adapters=adapters)
             sample_rows(logits_BV, columns, drawn, self._workspace, truncated=modes.truncated, every=every)
             if modes.top:

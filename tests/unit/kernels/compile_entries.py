@@ -29,6 +29,7 @@ from engine.kernels.embedding_norm import embedding_norm
 from engine.kernels.gemv import InputNorm, gemv
 from engine.kernels.invariant_matmul import Partials, invariant_gated_matmul, invariant_matmul
 from engine.kernels.invariant_tiles import InvariantTile, gated_tile, segments_of, tile_for
+from engine.kernels.keep_features import KeptTokens, keep_features
 from engine.kernels.markov_bias import markov_bias
 from engine.kernels.merge_states import merge_states
 from engine.kernels.mla_decode import mla_decode
@@ -159,6 +160,8 @@ def drafting(capability: int) -> None:
     pools = [torch.zeros(32, 2 * kv_heads, size, dtype=BF16) for _ in range(2)]
     layers = ContextLayers.of(pools, [] if capability == 80 else [table[0], table[1]], 1e-6, table, table)
     write_context(layers, torch.zeros(2, rows, 2 * kv_heads * size, dtype=BF16), token, token)
+    kept = KeptTokens.empty(8 * rows, capability // 10, width, BF16, "cpu")
+    keep_features(kept, [torch.zeros(rows, width, dtype=BF16)] * (capability // 10), token, token, token)
     logits, weights = torch.zeros(rows, 7, 4000, dtype=BF16), torch.zeros(4000, rank, dtype=BF16)
     markov_bias(logits[:, 0], token, weights, weights)
     if capability != 80:

@@ -47,11 +47,12 @@ def memory(monkeypatch) -> None:
 
 def test_every_part_has_its_reserve_and_is_counted() -> None:
     settings = config()
-    shape = DraftShape(drafts=3, block=4, shape=SPEC, rejection=True)
+    shape = DraftShape(drafts=3, block=4, shape=SPEC, rejection=True, captured=2)
     made = plan(settings, draft_kv=SPEC, draft=shape, ring_bytes=1000)
     names = [share.name for share in made.shares]
     assert names == [
-        "kv", "draft_kv", "prefill_step", "decode_step", "prefix_states", "rounds", "rings", "adapters", "graphs",
+        "kv", "draft_kv", "prefill_step", "decode_step", "prefix_states", "rounds", "draft_context", "rings",
+        "adapters", "graphs",
     ]  # fmt: skip
     assert made.units("kv") == made.units("draft_kv") and made.units("rings") == 4 and made.units("adapters") == 3
     reserved = sum(share.bytes for share in made.shares[2:])

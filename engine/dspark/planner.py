@@ -28,6 +28,8 @@ from engine.dspark.graph_choice import GraphChoice, Graphs
 
 _MOST_WAITS = 4
 """Times `probe_every` steps that pass at most between two probes."""
+_NEAR = 0.95
+"""Of what drafts yield, what plain steps must be thought to, to be tried again."""
 _FORCED = 2.0
 _BARRED = -1.0
 
@@ -163,7 +165,8 @@ class Planner:
     makes all. `draft_tiers` are the numbers of drafts that graphs exist for then, ascending; what one has room for
     is made. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
-    change; after every such probe that nothing comes of, twice as many steps pass until the next.
+    change; after every such probe that nothing comes of, twice as many steps pass until the next. After as many
+    with drafts plain steps run once where those are thought to be nearly as good, which only they can tell.
 
     Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
     that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
@@ -189,7 +192,8 @@ class Planner:
         self._losing = 0.0
         """The same of each step as the last one."""
         self._last: tuple[bool, int] | None = None
-        self._without = 0
+        self._without = self._with = 0
+        """Steps in a row without drafts, or with."""
         self._patience = probe_every
 
     def choose(self, outlook: Outlook, allowed: bool = True) -> Choice:
@@ -206,11 +210,13 @@ class Planner:
                 chosen, probe = ready or best or plain, True
             elif best is not None:
                 chosen = self._affordable(plain, best, ready)
+                if self._with >= self._probe_every and plain.rate >= _NEAR * chosen.rate:
+                    chosen = plain
         self._last = (chosen.drafting, chosen.tier)
         if not chosen.drafting:
-            self._without += 1
+            self._without, self._with = self._without + 1, 0
         else:
-            self._without = 0
+            self._without, self._with = 0, self._with + 1
             self._patience = min(2 * self._patience, _MOST_WAITS * self._probe_every) if probe else self._probe_every
         rows, further = len(outlook.most_B), chosen.seconds / plain.seconds - 1.0
         return replace(chosen, probe=probe and chosen.drafting, price=rows * further / max(1, chosen.budget))
@@ -220,6 +226,8 @@ class Planner:
         self._lost += steps * self._losing
         if self._last is None or not self._last[0]:
             self._without += steps
+        else:
+            self._with += steps
 
     def renew(self) -> None:
         """The drafter is another one: how it fares is seen at once."""
@@ -296,14 +304,11 @@ class Planner:
         return self._better(plain, best)
 
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
-        """What was done last is done again where the other is hardly better."""
-        rates = plain.rate, drafting.rate
-        keep = 1 - self._hysteresis
-        if self._last == (False, plain.tier):
-            return plain if rates[0] >= keep * rates[1] else drafting
-        if self._last == (True, drafting.tier):
-            return drafting if rates[1] >= keep * rates[0] else plain
-        return drafting if rates[1] > rates[0] else plain
+        """What is known, plain steps, is given up for what clearly promises more, and come back to from what does not:
+        the best of many promises is one of those that say too much."""
+        begins = self._last == (False, plain.tier)
+        least = plain.rate * (1 + self._hysteresis) if begins else plain.rate
+        return drafting if drafting.rate > least else plain
 
 
 def drafted(outlook: Outlook, slots: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.dspark.kinds import Kinds
 
-_FADE = 0.998
+_FADE = 0.999
 """Of what is known, for each row that is learnt."""
 _LEANING = 4.0
 """Promised drafts that the ratio before, or no ratio, weighs."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 768
 _SHORTER = 12
 """Of two contexts, how many times the shorter fits the other."""
-_PLAIN_STEPS, _ROUNDS = 4, 2
+_PLAIN_STEPS, _ROUNDS = 8, 2
 """What is launched at once."""
 
 

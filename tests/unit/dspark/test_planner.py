@@ -365,3 +365,19 @@ def test_an_even_window_that_is_not_there_is_made_as_any_other_graph():
     taken = [planner.choose(outlook([[0.9], [0.8]])) for _ in range(8)]
     assert [choice.window for choice in taken[:2]] == [0, 0]
     assert any(choice.window == 1 and choice.capture for choice in taken)
+
+
+def test_plain_steps_are_tried_where_they_are_nearly_as_good_and_come_back_to_at_once():
+    view, sure = outlook([[0.5], [0.5]]), outlook([[0.9], [0.9]])
+    near = Planner(TableCost({2: 1.0, 4: 1.45}), [2, 4], probe_every=4)
+    kept = Planner(TableCost({2: 1.0, 4: 1.45}), [2, 4], probe_every=4)
+    assert [near.choose(view).drafting for _ in range(10)] == [True] * 4 + [False] + [True] * 4 + [False]
+    assert all(kept.choose(sure).drafting for _ in range(10)), "nobody asks where it is clear"
+    launched = Planner(TableCost({2: 1.0, 4: 1.45}), [2, 4], probe_every=4)
+    assert launched.choose(view).drafting
+    launched.passed(3)
+    assert not launched.choose(view).drafting, "steps of a launch count"
+    # A little better is not enough to begin, and a little worse is enough to stop.
+    planner = Planner(TableCost({2: 1.0, 4: 1.49}), [2, 4], probe_every=100)
+    worse = outlook([[0.48], [0.48]])
+    assert [planner.choose(o).drafting for o in (view, worse, view, sure, view)] == [True, False, False, True, True]

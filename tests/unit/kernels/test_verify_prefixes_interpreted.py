@@ -11,7 +11,7 @@ import engine.attention.decode_metadata as decode_metadata
 from engine.attention.decode_metadata import AttentionSize, saved_bytes, worthwhile
 from engine.attention.triton import TritonAttention
 from engine.batch import SharedPrefix
-from engine.runner.round_stepper import RoundStepper
+from engine.runner.round_stepper import RoundStepper, _Key
 from tests.support import ask, make_engine, prompt
 from tests.unit.dspark.served import save_random
 from tests.unit.kernels.attention_checks import VerifyRounds, check_blocks, check_verify_pieces
@@ -147,13 +147,20 @@ def test_graphs_that_are_there_serve_before_others_are_made() -> None:
         ([], False, False, (16, False)),
     ]
     for captured, shares, capture, chosen in cases:
-        stepper._captured = {(8, verify, 16, *kind, flag): None for verify, flag in captured}
+        stepper._captured = {_Key(8, verify, 16, 0, *kind, flag): None for verify, flag in captured}
         plan = SimpleNamespace(prefixes=[None] * shares, capture=capture)
-        assert stepper._chosen((8, 16, 16, *kind, shares), plan) == (8, chosen[0], 16, *kind, chosen[1]), captured
+        found = stepper._chosen(_Key(8, 16, 16, 0, *kind, shares), plan)
+        assert found == _Key(8, chosen[0], 16, 0, *kind, chosen[1]), captured
     stepper._pays = lambda plan, verify: True
-    plan = SimpleNamespace(prefixes=[None], capture=False)
-    stepper._captured = {(8, 16, 16, *kind, False): None}
-    assert stepper._chosen((8, 16, 16, *kind, True), plan) == (8, 16, 16, *kind, True), "one that pays is made"
+    plan, wanted = SimpleNamespace(prefixes=[None], capture=False), _Key(8, 16, 16, 0, *kind, True)
+    stepper._captured = {wanted._replace(shares=False): None}
+    assert stepper._chosen(wanted, plan) == wanted, "one that pays is made"
+    # What gives all rows one window is no larger graph for those that differ, nor the other way round.
+    stepper._captured = {_Key(8, 32, 0, 3, *kind, False): None}
+    assert stepper._chosen(wanted, plan) == wanted
+    stepper._captured = {_Key(8, 32, 32, 0, *kind, False): None}
+    even = _Key(8, 16, 0, 1, *kind, False)
+    assert stepper._chosen(even, SimpleNamespace(prefixes=[], capture=False)) == even
 
 
 @slow

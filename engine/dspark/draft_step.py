@@ -28,7 +28,8 @@ class DraftStep:
     than all in mode `cap_accept` alone. `survival_BG` are chances of the rows that drafted. `keys[b]` is
     the incarnation of row b's sequence, `known[b]` how many new tokens it had, and `emitted[b]` how many it
     took in, None until they are with their samples. Each verified draft has to bring `price` tokens for the step to
-    bring as much as plain steps would, without end where nobody compared them. By then `chances_BG` holds the verdict's
+    bring as much as plain steps would, without end where nobody compared them, and `promised` of all are expected to be
+    kept. By then `chances_BG` holds the verdict's
     chances of the rows that drafted, NaN where they are not known.
     """
 
@@ -39,6 +40,7 @@ class DraftStep:
     plan: StepPlan
     shape: StepShape
     price: float = math.inf
+    promised: float = 0.0
     drafts: list[list[int]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     proposal: Proposal | None = None

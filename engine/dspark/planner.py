@@ -25,6 +25,7 @@ import torch
 
 from engine.dspark.cost_model import CostModel, StepShape
 from engine.dspark.graph_choice import GraphChoice, Graphs
+from engine.dspark.reckoning import Reckoning
 
 _MOST_WAITS = 4
 """Times `probe_every` steps that pass at most between two probes."""
@@ -127,7 +128,8 @@ class Choice:
     """`tokens` expected over `seconds` predicted. `slots` drafts are made, of which `budget` are verified: with a
     `window`, so many of every row.
     `capture`: by a graph that may have to be made for it. `price`: the tokens that each draft has to bring for the
-    step to bring as much as steps without drafts in its time."""
+    step to bring as much as steps without drafts in its time. `promised`: the drafts that survivals say will be kept,
+    before anybody reckons with what came of such promises."""
 
     drafting: bool
     budget: int
@@ -139,6 +141,7 @@ class Choice:
     capture: bool = True
     price: float = math.inf
     window: int = 0
+    promised: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -166,7 +169,8 @@ class Planner:
     is made. A choice is kept while it is within `hysteresis` of the best. After `probe_every` steps
     in a row without drafts the best choice with drafts is taken once, so that conditions are seen to
     change; after every such probe that nothing comes of, twice as many steps pass until the next. After as many
-    with drafts plain steps run once where those are thought to be nearly as good, which only they can tell.
+    with drafts plain steps run once where those are thought to be nearly as good, which only they can tell. What
+    rounds promised is reckoned with as far as it came (`came`).
 
     Making a graph stops everything for as long as some steps take. With `graphs`, one is made when the steps
     that ran as a worse one have lost as much time as that takes: at most twice what knowing the future would
@@ -183,6 +187,7 @@ class Planner:
         graphs: Graphs | None = None,
     ) -> None:
         self._cost = cost
+        self._reckoning = Reckoning()
         self._choice = GraphChoice(cost, tiers, ragged, draft_tiers, graphs)
         self._hysteresis = hysteresis
         self._probe_every = probe_every
@@ -221,8 +226,13 @@ class Planner:
         rows, further = len(outlook.most_B), chosen.seconds / plain.seconds - 1.0
         return replace(chosen, probe=probe and chosen.drafting, price=rows * further / max(1, chosen.budget))
 
+    def came(self, window: int, promised: float, kept: float) -> None:
+        """Drafts that were kept in rounds of a choice, of those that it promised."""
+        self._reckoning.observe(window, promised, kept)
+
     def passed(self, steps: int) -> None:
         """Further steps of the last choice."""
+        self._reckoning.passed(steps)
         self._lost += steps * self._losing
         if self._last is None or not self._last[0]:
             self._without += steps
@@ -231,6 +241,7 @@ class Planner:
 
     def renew(self) -> None:
         """The drafter is another one: how it fares is seen at once."""
+        self._reckoning.renew()
         self._patience = self._probe_every
         self._without = self._patience
 
@@ -255,6 +266,7 @@ class Planner:
         if len(evens):
             budgets_C = budgets_C.copy()
             budgets_C[evens], kept_C[evens], context_C[evens] = outlook.even[:, graphs.windows_C[evens] - 1]
+        promised_C, kept_C = kept_C, kept_C * self._reckoning.shares(graphs.windows_C)
         tokens_C, context_C = rows + kept_C, outlook.context_B.sum() + context_C
         seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
         seconds_C = np.maximum(seconds_C, plain.seconds + self._cost.least_extra)
@@ -277,6 +289,7 @@ class Planner:
                 slots=min(int(graphs.slots_C[place]), most),
                 capture=capture,
                 window=int(graphs.windows_C[place]),
+                promised=float(promised_C[place]),
             )
 
         return best(0, graphs.reachable, True), best(graphs.reachable, len(tiers_C), False)
@@ -304,11 +317,14 @@ class Planner:
         return self._better(plain, best)
 
     def _better(self, plain: Choice, drafting: Choice) -> Choice:
-        """What is known, plain steps, is given up for what clearly promises more, and come back to from what does not:
-        the best of many promises is one of those that say too much."""
-        begins = self._last == (False, plain.tier)
-        least = plain.rate * (1 + self._hysteresis) if begins else plain.rate
-        return drafting if drafting.rate > least else plain
+        """What was done last is done again where the other is hardly better."""
+        rates = plain.rate, drafting.rate
+        keep = 1 - self._hysteresis
+        if self._last == (False, plain.tier):
+            return plain if rates[0] >= keep * rates[1] else drafting
+        if self._last == (True, drafting.tier):
+            return drafting if rates[1] >= keep * rates[0] else plain
+        return drafting if rates[1] > rates[0] else plain
 
 
 def drafted(outlook: Outlook, slots: int) -> np.ndarray:

@@ -196,6 +196,7 @@ class Speculation:
             plan=choice.plan(self._step, rows.slots_B.tolist()),
             shape=StepShape(count, count, choice.drafting, outlook.tokens_read, float(context_B.sum()), share, even),
             price=choice.price,
+            promised=choice.promised,
         )
         return step, rows, most_B
 
@@ -320,6 +321,9 @@ class Speculation:
         if newest is not None:
             self._note(rounds.foreseen.plan.step, *newest)
         self.record.observe_rounds(rounds, seconds)
+        plan = rounds.foreseen.plan
+        if self.by_request and not plan.probe:
+            self._planner.came(plan.window, *rounds.promised_and_kept())
         if not self.captured_layers:
             self._tell([sample for sample in rounds.samples if sample.sequence is not None])
 

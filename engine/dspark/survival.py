@@ -93,11 +93,12 @@ class AcceptanceEstimate:
 
     `fade` is what an observation of a group or request keeps of its weight with each later one, and with each step in
     which nobody drafted, as texts go on meanwhile; `fade_wide` that of the wider ones with each later step with drafts:
-    they speak of all requests that ran, not of the last to end.
+    they speak of all requests that ran, not of the last to end. Defaults are those that foretold best what was kept in
+    9,500 rounds of SmolLM2-135M over 48 requests, at either temperature.
     """
 
     def __init__(
-        self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 8.0, fade_wide: float = 0.99
+        self, max_drafts: int, start: float = 0.7, fade: float = 0.98, leaning: float = 32.0, fade_wide: float = 0.998
     ) -> None:
         self._start, self._fade, self._leaning, self._fade_wide = start, fade, leaning, fade_wide
         self._width = max_drafts

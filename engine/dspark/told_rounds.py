@@ -78,6 +78,12 @@ class ToldRounds:
         count_B = np.bincount(self.row_N[~self.drew_N])
         return [(self.foreseen.samples[row], int(count_B[row])) for row in np.flatnonzero(count_B).tolist()]
 
+    def promised_and_kept(self) -> tuple[float, float]:
+        """Drafts that the plan expected to be kept of the rows that there were, and those that were."""
+        outcomes, planned = self.outcomes, len(self.foreseen.samples) * len(self)
+        kept = np.minimum(outcomes.accepted_N, outcomes.keep_N).sum()
+        return self.foreseen.promised * len(self.row_N) / planned, float(kept)
+
     def drawing(self, number: int) -> int:
         """Rows of a round with drafts."""
         return int(self._drawn_R[number])

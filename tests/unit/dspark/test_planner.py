@@ -367,7 +367,7 @@ def test_an_even_window_that_is_not_there_is_made_as_any_other_graph():
     assert any(choice.window == 1 and choice.capture for choice in taken)
 
 
-def test_plain_steps_are_tried_where_they_are_nearly_as_good_and_come_back_to_at_once():
+def test_plain_steps_are_tried_again_where_they_are_nearly_as_good():
     view, sure = outlook([[0.5], [0.5]]), outlook([[0.9], [0.9]])
     near = Planner(TableCost({2: 1.0, 4: 1.45}), [2, 4], probe_every=4)
     kept = Planner(TableCost({2: 1.0, 4: 1.45}), [2, 4], probe_every=4)
@@ -377,7 +377,26 @@ def test_plain_steps_are_tried_where_they_are_nearly_as_good_and_come_back_to_at
     assert launched.choose(view).drafting
     launched.passed(3)
     assert not launched.choose(view).drafting, "steps of a launch count"
-    # A little better is not enough to begin, and a little worse is enough to stop.
-    planner = Planner(TableCost({2: 1.0, 4: 1.49}), [2, 4], probe_every=100)
-    worse = outlook([[0.48], [0.48]])
-    assert [planner.choose(o).drafting for o in (view, worse, view, sure, view)] == [True, False, False, True, True]
+
+
+def test_what_windows_promise_is_reckoned_with_as_far_as_it_came():
+    """Two thirds of what one window promised was kept: it is taken for nine tenths, and others at their word."""
+    cost = TableCost({2: 1.0, 4: 1.4, 5: 1.4}, even={4: 1.38})
+    planner = Planner(cost, [2, 4, 5], ragged=True, draft_tiers=[2, 4], graphs=HeldGraphs(9.0, [(4, 2)], windows=(1,)))
+    view = outlook([[0.5], [0.5]])
+    first = planner.choose(view)
+    assert (first.window, first.tokens, first.promised) == (1, pytest.approx(3.0), pytest.approx(1.0))
+    for _ in range(100):
+        planner.came(first.window, 600.0, 400.0)
+    second = planner.choose(view)
+    assert (second.window, second.tokens) == (0, pytest.approx(3.0)), "what each row is given promised no more"
+    planner.came(0, 60000.0, 20000.0)
+    third = planner.choose(view)
+    assert third.tokens == pytest.approx(2.9) and third.promised == pytest.approx(1.0), "no plan is told of twice"
+    planner.passed(20000)
+    assert planner.choose(view).tokens == pytest.approx(3.0, abs=0.01), "in time it is forgotten"
+    planner.came(1, 600.0, 900.0)
+    assert planner.choose(view).tokens == pytest.approx(3.0, abs=0.01), "nothing is made of more than was promised"
+    planner.came(1, 60000.0, 400.0)
+    planner.renew()
+    assert planner.choose(view).tokens == pytest.approx(3.0, abs=0.01)

@@ -7,11 +7,12 @@
 Owns the sweep: one engine after another that differ in nothing but how they speculate ("none", fixed
 windows, "adaptive"), each with so many requests in flight, mixed domains in equal shares. Output tokens per
 second while all of them decode: from a fifth of `--new` tokens a request on, up to `--new` more or until the first
-request ends, so that neither prompts nor the last requests of a batch are in it. The best of some repeats counts,
-after a play that warms up. The baseline with window k drafts k slots. With `--shape` targets and drafters are made
-(`benchmarks.dspark_chain`) so that acceptance follows classes. A real drafter is asked what it was not trained on:
-named prompt sets begin after `--skip`. Ignores what is made of it (`benchmarks.dspark_rows`) and exactness, which
-tests prove.
+request ends, so that neither prompts nor the last requests of a batch are in it. The rate is that of all repeats
+together, each with the next prompts while there are any, after a play that warms up: few greedy requests are so many
+texts, and what those happen to say is most of what sides would differ by. The baseline with window k drafts k slots.
+With `--shape` targets and drafters are made (`benchmarks.dspark_chain`) so that acceptance follows classes. A real
+drafter is asked what it was not trained on: named prompt sets begin after `--skip`. Ignores what is made of it
+(`benchmarks.dspark_rows`) and exactness, which tests prove.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class Sweep:
     new: int
     """Tokens of a request that are measured, on average."""
     repeats: int
+    most: int
+    """Prompts of a domain that there are."""
     warm_up: int | None = None
     """The same of the play that is not measured; None: as many as in the others."""
     found: dict[tuple[str, int, float], Measured] = field(default_factory=dict)
@@ -83,14 +86,15 @@ class Sweep:
         before, counters = engine.draft_report(), engine.counters
         idle, busy = counters.round_idle_seconds, counters.round_busy_seconds
         plays = [self._play(engine, count, temperature, turn, self.new) for turn in range(self.repeats)]
+        tokens, seconds = (sum(part) for part in zip(*(play[:2] for play in plays), strict=True))
         idle, busy = counters.round_idle_seconds - idle, counters.round_busy_seconds - busy
         told = engine.draft_report().since(before)
-        return Measured(max(rate for rate, _ in plays), plays[-1][1], told, idle / busy if busy else None)
+        return Measured(tokens / seconds, plays[-1][2], told, idle / busy if busy else None)
 
     def _play(
         self, engine: Engine, count: int, temperature: float, turn: int, new: int
-    ) -> tuple[float, list[list[int]]]:
-        """Tokens per second, and what each request said until then. Fewer requests in flight than domains: one
+    ) -> tuple[int, float, list[list[int]]]:
+        """Tokens, their seconds, and what each request said until then. Fewer requests in flight than domains: one
         domain after another."""
         engine.flush("all")
         requests = self._requests(count, temperature, turn)
@@ -98,7 +102,7 @@ class Sweep:
         for start in range(0, len(requests), count):
             ids, fresh, took = self._decode(engine, requests[start : start + count], new)
             tokens, seconds, said = tokens + fresh, seconds + took, said + ids
-        return tokens / seconds, said
+        return tokens, seconds, said
 
     def _decode(self, engine: Engine, requests: list[GroupRequest], new: int) -> tuple[list[list[int]], int, float]:
         """What was said, tokens that were measured, and their seconds."""
@@ -125,8 +129,12 @@ class Sweep:
     def _requests(self, count: int, temperature: float, turn: int) -> list[GroupRequest]:
         total = max(count, len(self.domains))
         share = -(-total // len(self.domains))
+        first = max(0, turn) * share % max(1, self.most - share + 1)
         asked = [
-            [(domain.rsplit("/", 1)[-1].removesuffix(".jsonl"), ids) for ids in self.prompts(domain, share)]
+            [
+                (domain.rsplit("/", 1)[-1].removesuffix(".jsonl"), ids)
+                for ids in self.prompts(domain, first + share)[first:]
+            ]
             for domain in self.domains
         ]
         mixed = list(itertools.chain.from_iterable(zip(*asked, strict=True)))[:total]
@@ -183,7 +191,7 @@ def of_shape(args: argparse.Namespace, folder: Path) -> Sweep:
     def prompts(domain: str, count: int) -> list[np.ndarray]:
         return chain.prompts(domain, count, prompt, 0)
 
-    return Sweep(make, prompts, list(CLASSES), new, args.repeats, args.warm_up)
+    return Sweep(make, prompts, list(CLASSES), new, args.repeats, _prompts_of(args, CLASSES), args.warm_up)
 
 
 def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
@@ -196,7 +204,7 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
 
     model, drafter = resolve_model(args.model), resolve_drafter(args.drafter)
     codec, new = TextCodec(model), args.new or 192
-    most = -(-max(*args.concurrency, len(args.domains)) // len(args.domains))
+    most = _prompts_of(args, args.domains)
 
     @functools.cache
     def every(domain: str) -> list[np.ndarray]:
@@ -215,7 +223,15 @@ def of_model(args: argparse.Namespace, folder: Path) -> Sweep:
         )
         return Engine.from_pretrained(model, config)
 
-    return Sweep(make, lambda domain, count: every(domain)[:count], args.domains, new, args.repeats, args.warm_up)
+    def prompts(domain: str, count: int) -> list[np.ndarray]:
+        return every(domain)[:count]
+
+    return Sweep(make, prompts, args.domains, new, args.repeats, most, args.warm_up)
+
+
+def _prompts_of(args: argparse.Namespace, domains: Collection[str]) -> int:
+    """Prompts of each domain for the most requests, and for each play of a few."""
+    return -(-max(*args.concurrency, args.repeats * min(16, *args.concurrency), len(domains)) // len(domains))
 
 
 def shortened(drafter: str, window: int | None, folder: Path) -> str:

@@ -1,8 +1,11 @@
 """Sequential temperature scaling: confidences that mean what they say.
 
-Owns the temperatures by draft position, their fit from left to right (arXiv 2607.05147), online
-refits, and their file. Ignores who uses survivals. Temperatures keep the order of confidences within a
-position. A fit holds for one drafter, one rule of acceptance and one sampling temperature.
+Owns the temperatures by draft position and what is added to logits over them, their fit from left to right (arXiv
+2607.05147, which adds nothing), online refits, and their file. Ignores who uses survivals. Both keep the order of
+confidences within a position. A fit holds for one drafter, one rule of acceptance and one sampling temperature.
+
+A head that has learnt how far target and drafter are apart promises too much of a rule that keeps less than that
+allows (`coupled`), whatever it is divided by: a shift is what says so.
 
 Labels are survivals: y_k = product over i <= k of the chance that draft i is accepted, which
 verification yields for every draft it verified, reached or not. Drafts that were not verified have no
@@ -28,8 +31,14 @@ from engine.memory.transfer import staged
 
 GRID = np.logspace(-1.0, 1.0, 41)
 """Temperatures that are tried."""
-_PARTS = 4
+_PARTS = 8
 """Of a position's fit: what a host does between two launches has to be short."""
+_MOST_SHIFT = 4.0
+_LEANING = 2.0
+"""What a shift of one costs, in survivals that are promised and were not: of few labels none is made."""
+_NEAR_ONE = 0.5
+"""What a temperature costs for each e-fold (squared) that it is from 1, in squared errors of survival: few labels say
+nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +46,17 @@ class ScalingFit:
     """`before` and `after` are expected calibration errors of survival by position."""
 
     temperatures: list[float]
+    shifts: list[float]
     num_samples: int
     before: list[float]
     after: list[float]
 
 
 class StoredScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fit as stored beside its drafter; errors are means over positions."""
+    """A fit as stored beside its drafter (without `shifts`: none of any position); errors are means over positions."""
 
     temperatures: list[float]
+    shifts: list[float] = []
     dataset: str
     num_samples: int
     ece_before: float
@@ -91,8 +102,9 @@ def labels_of(chances_NG: np.ndarray, verified_N: np.ndarray) -> np.ndarray:
 
 
 def fit_scaling(logits_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray | None = None) -> ScalingFit:
-    """The temperature of each position in turn that brings predicted survival closest to the labels, those
-    before it held; 1 for a position without labels."""
+    """The temperature of each position in turn that brings predicted survival closest to the labels, in squares, with
+    the shift that has as much survive as did, those before it held; 1 and 0 for a position without labels. (Calibration
+    error, which temperatures alone may be fitted by, is least where a shift makes one number of all.)"""
     fitting = _fit_in_parts(logits_NG, labels_NG, weights_N)
     while True:
         try:
@@ -108,44 +120,75 @@ def _fit_in_parts(
     logits_NG, labels_NG = np.asarray(logits_NG, dtype=np.float64), np.asarray(labels_NG, dtype=np.float64)
     weights_N = np.ones(len(logits_NG)) if weights_N is None else weights_N
     plain_N, scaled_N = np.ones(len(logits_NG)), np.ones(len(logits_NG))
-    temperatures, before, after = [], [], []
+    temperatures, shifts, before, after = [], [], [], []
     for g in range(logits_NG.shape[1]):
         seen_N = ~np.isnan(labels_NG[:, g])
         y, w, z = labels_NG[seen_N, g], weights_N[seen_N], logits_NG[:, g]
         plain_N = plain_N * _sigmoid(z)
         known_S, z_S = scaled_N[seen_N], z[seen_N]
-        errors: list[float] = []
+        losses: list[float] = []
+        tried: list[float] = []
         for part in np.array_split(GRID, _PARTS):
-            errors += [expected_calibration_error(known_S * _sigmoid(z_S / t), y, w) for t in part]
+            for t in part:
+                tried.append(_shift(known_S, z_S / t, y, w, tried[-1] if tried else 0.0))
+                missed_S = known_S * _sigmoid(z_S / t + tried[-1]) - y
+                losses.append(float((w * missed_S**2).sum()) + _NEAR_ONE * np.log(t) ** 2)
             yield
-        best = int(np.argmin(errors)) if seen_N.any() else len(GRID) // 2
+        best = int(np.argmin(losses))
         temperatures.append(float(GRID[best]))
-        scaled_N = scaled_N * _sigmoid(z / GRID[best])
+        shifts.append(tried[best])
+        scaled_N = scaled_N * _sigmoid(z / GRID[best] + tried[best])
         before.append(expected_calibration_error(plain_N[seen_N], y, w))
-        after.append(errors[best])
-    return ScalingFit(temperatures, len(logits_NG), before, after)
+        after.append(expected_calibration_error(scaled_N[seen_N], y, w))
+    return ScalingFit(temperatures, shifts, len(logits_NG), before, after)
+
+
+def _shift(known_S: np.ndarray, logits_S: np.ndarray, y: np.ndarray, w: np.ndarray, start: float) -> float:
+    """What to add to logits so that as much survives as did, by Newton's method from what did for others like them."""
+    shift = start
+    for _ in range(4):
+        chance_S = _sigmoid(logits_S + shift)
+        promised_S = w * known_S * chance_S
+        too_much = float(promised_S.sum() - (w * y).sum()) + _LEANING * shift
+        slope = float((promised_S * (1.0 - chance_S)).sum()) + _LEANING
+        shift -= min(1.0, max(-1.0, too_much / slope))
+        shift = min(_MOST_SHIFT, max(-_MOST_SHIFT, shift))
+    return shift
 
 
 class SurvivalScaling:
-    """The temperatures in use, in one tensor that keeps its address: captured graphs see every change."""
+    """The temperatures and shifts in use, `scales_2G`, in one tensor that keeps its address: captured graphs see every
+    change, and never half of one."""
 
     def __init__(self, drafts: int, device: torch.device | str = "cpu") -> None:
-        self.temperatures_G = torch.ones(drafts, dtype=torch.float32, device=device)
-        self.known_G = np.ones(drafts)
+        self._known_2G = np.stack((np.ones(drafts), np.zeros(drafts)))
         """The same on the host, which need not ask the device."""
+        self.scales_2G = torch.from_numpy(self._known_2G).float().to(device)
 
-    def assign(self, temperatures: Sequence[float]) -> None:
-        expected = len(self.temperatures_G)
+    @property
+    def temperatures_G(self) -> torch.Tensor:
+        return self.scales_2G[0]
+
+    def assign(self, temperatures: Sequence[float], shifts: Sequence[float] = ()) -> None:
+        """Without shifts none is made."""
+        expected = self.scales_2G.shape[1]
         if len(temperatures) != expected or not all(np.isfinite(t) and t > 0 for t in temperatures):
             raise InvalidRequest(field="temperatures", expected=f"{expected} positive numbers", actual=temperatures)
-        self.known_G = np.array(temperatures, dtype=np.float64)
-        self.temperatures_G.copy_(
-            staged(self.known_G.astype(np.float32), self.temperatures_G.device), non_blocking=True
-        )
+        if len(shifts) not in (0, expected) or not all(np.isfinite(shift) for shift in shifts):
+            raise InvalidRequest(field="shifts", expected=f"{expected} numbers, or none", actual=shifts)
+        shifts = shifts if len(shifts) else [0.0] * expected
+        self._known_2G = np.array((temperatures, shifts), dtype=np.float64)
+        self.scales_2G.copy_(staged(self._known_2G.astype(np.float32), self.scales_2G.device), non_blocking=True)
 
     def survival(self, logits_BG: torch.Tensor) -> torch.Tensor:
         """float32 [B, G] from raw confidence logits."""
-        return torch.cumprod(torch.sigmoid(logits_BG.float() / self.temperatures_G[: logits_BG.shape[1]]), dim=1)
+        temperatures_G, shifts_G = self.scales_2G[:, : logits_BG.shape[1]]
+        return torch.cumprod(torch.sigmoid(logits_BG.float() / temperatures_G + shifts_G), dim=1)
+
+    def known_survival(self, logits_NG: np.ndarray) -> np.ndarray:
+        """The same on the host."""
+        temperatures_G, shifts_G = self._known_2G[:, : logits_NG.shape[1]]
+        return np.cumprod(_sigmoid(logits_NG / temperatures_G + shifts_G), axis=1)
 
     def save(self, path: Path, stored: StoredScaling) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(stored), indent=1))
@@ -158,7 +201,7 @@ class SurvivalScaling:
             raise InvalidRequest(field=str(path), expected="stored temperatures", actual=error) from error
         if stored.rule != rule:
             raise InvalidRequest(field=str(path), expected=f"a fit for {rule} verification", actual=stored.rule)
-        self.assign(stored.temperatures)
+        self.assign(stored.temperatures, stored.shifts)
         return stored
 
 
@@ -168,7 +211,7 @@ class OnlineScaling:
     they did."""
 
     def __init__(self, scaling: SurvivalScaling, capacity: int = 2048, least: int = 512, fade: float = 0.25) -> None:
-        drafts = len(scaling.temperatures_G)
+        drafts = scaling.scales_2G.shape[1]
         self._scaling = scaling
         self._least, self._fade = least, fade
         self._logits_NG, self._labels_NG = np.zeros((2, capacity, drafts))
@@ -219,9 +262,9 @@ class OnlineScaling:
             self._fitting, self.fit = None, done.value
             assert self._seen is not None
             logits, labels, weights = self._seen
-            current = np.cumprod(_sigmoid(logits / self._scaling.known_G), axis=1)
+            current = self._scaling.known_survival(logits)
             if np.mean(done.value.after) <= np.mean(_errors(current, labels, weights)):
-                self._scaling.assign(done.value.temperatures)
+                self._scaling.assign(done.value.temperatures, done.value.shifts)
 
 
 def _errors(predicted_NG: np.ndarray, labels_NG: np.ndarray, weights_N: np.ndarray) -> list[float]:

@@ -30,11 +30,11 @@ BARRED = tl.constexpr(-1)
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What survivals are made from: logits of "accepted, given that those before were", float32 [B, G], and at
-    least G temperatures, float32."""
+    """What survivals are made from: logits of "accepted, given that those before were", float32 [B, G], and what
+    those are divided by and what is added then, of at least G positions, float32."""
 
     confidence_BG: torch.Tensor
-    temperatures_G: torch.Tensor
+    scales_2G: torch.Tensor
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _granted(keys_BW, k_W, budget, G: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _spend_kernel(
-    survival_ptr, confidence_ptr, temperatures_ptr, window_ptr, least_ptr, budget_ptr, out_ptr, rows,
+    survival_ptr, confidence_ptr, scales_ptr, shifts_ptr, window_ptr, least_ptr, budget_ptr, out_ptr, rows,
     G: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CALIBRATE: tl.constexpr, SPEND: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,8 @@ def _spend_kernel(
     for k in tl.static_range(G):
         if CALIBRATE:
             logit_B = tl.load(confidence_ptr + b_B * G + k, mask=inside_B, other=0.0)
-            product_B *= 1.0 / (1.0 + tl.exp(-logit_B / tl.load(temperatures_ptr + k)))
+            logit_B = logit_B / tl.load(scales_ptr + k) + tl.load(shifts_ptr + k)
+            product_B *= 1.0 / (1.0 + tl.exp(-logit_B))
             tl.store(survival_ptr + b_B * G + k, product_B, mask=inside_B)
             value_B = tl.where(k < window_B, product_B, 0.0)
         else:
@@ -108,11 +109,12 @@ def spend_rows(
     confidence_BG = survival_BG if calibration is None else calibration.confidence_BG
     assert confidence_BG.is_contiguous() and confidence_BG.dtype == torch.float32, "logits are contiguous float32"
     assert confidence_BG.shape == survival_BG.shape, "a survival a logit"
+    scales_2G = survival_BG if calibration is None else calibration.scales_2G
     early = is_early(survival_BG)
     cells = power_of_two(rows) * power_of_two(drafts)
     _spend_kernel[(1,)](
-        survival_BG, confidence_BG, survival_BG if calibration is None else calibration.temperatures_G, window_B,
-        least_B, budget_1, window_B if out_B is None else out_B, rows,
+        survival_BG, confidence_BG, scales_2G[0], scales_2G[-1], window_B, least_B,
+        budget_1, window_B if out_B is None else out_B, rows,
         G=drafts, WIDE=power_of_two(drafts), ROWS=power_of_two(rows), CALIBRATE=calibration is not None,
         SPEND=out_B is not None, EARLY=early, num_warps=max(1, min(8, cells // 256)), **options(early),
     )  # fmt: skip

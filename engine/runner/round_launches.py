@@ -234,7 +234,7 @@ class RoundLaunches:
             survival_BG, calibration = inputs.survival_BG[:, :drafts].contiguous(), None
         else:
             survival_BG = self._survival_BG
-            calibration = Calibration(confidence_BG, self._parts.speculation.scaling.temperatures_G[:drafts])
+            calibration = Calibration(confidence_BG, self._parts.speculation.scaling.scales_2G)
         if mode != "static" or calibration is not None:
             spent_B = None if mode == "static" else self._spent_B
             spend_rows(survival_BG, window_B, inputs.least_B, inputs.budget_1, spent_B, calibration)

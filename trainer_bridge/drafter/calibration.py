@@ -31,6 +31,7 @@ class CalibrationResult:
         """What is kept beside the drafter; its errors are those of the unseen rounds."""
         return StoredScaling(
             temperatures=self.fit.temperatures,
+            shifts=self.fit.shifts,
             dataset=dataset,
             num_samples=self.fit.num_samples,
             ece_before=float(np.nanmean(self.raw.calibration_error())),
@@ -48,7 +49,7 @@ def calibrate(fitted: RoundLog, unseen: RoundLog) -> CalibrationResult:
             raise InvalidRequest(field=name, expected="rounds with confidences", actual=f"{len(log.chances)} rounds")
     fit = fit_scaling(fitted.confidences(), fitted.labels())
     scaling = SurvivalScaling(fitted.drafts)
-    scaling.assign(fit.temperatures)
+    scaling.assign(fit.temperatures, fit.shifts)
     return CalibrationResult(fit, scaling, reliability_of(unseen, None), reliability_of(unseen, scaling))
 
 

@@ -102,7 +102,7 @@ def reliability_of(log: RoundLog, scaling: SurvivalScaling | None) -> Reliabilit
     """Predicted survival against its labels; raw confidences where no scaling is given."""
     scaling = SurvivalScaling(log.drafts) if scaling is None else scaling
     result = Reliability(log.drafts)
-    logits_NG = torch.from_numpy(log.confidences()).float().to(scaling.temperatures_G.device)
+    logits_NG = torch.from_numpy(log.confidences()).float().to(scaling.scales_2G.device)
     result.observe(scaling.survival(logits_NG).double().cpu().numpy(), log.labels())
     return result
 

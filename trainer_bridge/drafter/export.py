@@ -139,9 +139,12 @@ def model_card(card: DrafterCard, config: dict[str, Any], scalings: Sequence[Sto
     if scalings:
         lines += ["## Confidence temperatures", ""]
     for scaling in scalings:
+        numbers = ", ".join(f"{t:.2f}" for t in scaling.temperatures)
+        if scaling.shifts:
+            numbers += f"; added to logits over them: {', '.join(f'{shift:+.2f}' for shift in scaling.shifts)}"
         lines += [
             f"Fitted on {scaling.num_samples} full-window rounds ({scaling.dataset}, {scaling.rule} verification, "
-            f"T = {scaling.sampling_temperature:g}): {', '.join(f'{t:.2f}' for t in scaling.temperatures)}.",
+            f"T = {scaling.sampling_temperature:g}): {numbers}.",
             f"Expected calibration error of survival on unseen rounds: {100 * scaling.ece_before:.2f} % before, "
             f"{100 * scaling.ece_after:.2f} % after.",
             "",

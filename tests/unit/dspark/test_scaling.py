@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
 
 from engine.dspark.reliability import Reliability, expected_calibration_error
 from engine.dspark.scaling import (
@@ -45,16 +46,56 @@ def test_temperatures_undo_a_known_distortion():
 
 
 def test_each_position_is_fitted_with_those_before_it_held():
-    """The definition, searched exhaustively for two positions in turn."""
+    """The definition, searched exhaustively for three positions in turn."""
     logits, labels, _ = rounds(500, distortion=np.array([3.0, 3.0, 1.0]))
     fit = fit_scaling(logits, labels)
     survival = np.ones(len(logits))
     for g in range(3):
-        tried = [survival / (1 + np.exp(-logits[:, g] / t)) for t in GRID]
-        errors = [expected_calibration_error(values, labels[:, g]) for values in tried]
-        best = int(np.argmin(errors))
-        assert fit.temperatures[g] == GRID[best]
-        survival = tried[best]
+
+        def surviving(t, shift, survival=survival, g=g):
+            return survival / (1 + np.exp(-(logits[:, g] / t + shift)))
+
+        shifts = [
+            np.clip(
+                brentq(lambda shift, t=t, g=g: surviving(t, shift).sum() - labels[:, g].sum() + 2 * shift, -90, 90),
+                -4,
+                4,
+            )
+            for t in GRID
+        ]
+        losses = [
+            ((surviving(t, shift) - labels[:, g]) ** 2).sum() + 0.5 * np.log(t) ** 2
+            for t, shift in zip(GRID, shifts, strict=True)
+        ]
+        assert fit.temperatures[g] == GRID[int(np.argmin(losses))]
+        best = GRID.tolist().index(fit.temperatures[g])
+        assert fit.shifts[g] == pytest.approx(shifts[best], abs=1e-3)
+        survival = surviving(GRID[best], fit.shifts[g])
+
+
+def test_a_rule_that_keeps_less_than_was_promised_is_shifted_and_a_few_labels_shift_nothing():
+    """Chances of coupled draws lie below those that a head has learnt, most where they are near a half."""
+    rng = np.random.default_rng(5)
+
+    def coupled(count):
+        honest = rng.normal(0.5, 1.5, (count, 3))
+        chances = 1 / (1 + np.exp(-(0.8 * honest - 0.6)))
+        return honest, np.cumprod(rng.random((count, 3)) < chances, axis=1).astype(float)
+
+    fit, (logits, labels) = fit_scaling(*coupled(6000)), coupled(6000)
+    assert fit.shifts == pytest.approx([-0.6] * 3, abs=0.15)
+    scaling = SurvivalScaling(3)
+    scaling.assign(fit.temperatures, fit.shifts)
+    errors = []
+    for shifts in (fit.shifts, ()):
+        scaling.assign(fit.temperatures, shifts)
+        survival = scaling.survival(torch.tensor(logits)).double().numpy()
+        np.testing.assert_allclose(scaling.known_survival(logits), survival, atol=1e-6)
+        errors.append([expected_calibration_error(survival[:, g], labels[:, g]) for g in range(3)])
+    assert max(errors[0]) < 0.025 and min(errors[1][:2]) > 0.05
+    few = fit_scaling(logits[:3], np.ones((3, 3)))
+    assert max(abs(shift) for shift in few.shifts) < 1.0
+    assert fit_scaling(logits[:3], np.full((3, 3), np.nan)).temperatures == [1.0] * 3
 
 
 def test_soft_labels_of_verified_drafts_fit_despite_trimmed_windows():
@@ -81,6 +122,9 @@ def test_temperatures_change_in_place_and_nonsense_is_refused():
     for wrong in ([1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]):
         with pytest.raises(InvalidRequest, match="temperatures"):
             scaling.assign(wrong)
+    for wrong in ([1.0], [0.0, float("inf"), 0.0]):
+        with pytest.raises(InvalidRequest, match="shifts"):
+            scaling.assign([1.0] * 3, wrong)
     assert scaling.temperatures_G.tolist() == [1.0, 2.0, 3.0]
 
 

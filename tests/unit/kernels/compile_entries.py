@@ -131,7 +131,7 @@ def rounds(capability: int) -> None:
     limits = RoundLimits(99, 99, 16, 8 if packs else block, 0, 1, packs)
     open_rows(table, slots, slots, slots, pages, limits, slots, long, long, opened)
     pack_blocks(slots, slots, long, long, pages, limits, BlockRows.packed(2, 16, 7, device))
-    spend_rows(part, slots, slots, slots[:1], slots, Calibration(part, part[0]) if block else None)
+    spend_rows(part, slots, slots, slots[:1], slots, Calibration(part, part[:2]) if block else None)
     pack_rows(slots, slots, slots, long, long, drafts, pages, 16, rows)
     tile_adapters(slots, slots, slots, slots, 16, Tiles(16, 4, 4 if block else 16, device))
     gather_columns(table, rows.slots_R, rows.ends_R, empty_columns(16, device))

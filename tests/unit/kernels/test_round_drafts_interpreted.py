@@ -53,9 +53,9 @@ def test_how_sure_the_drafter_is(reads):
 
 def test_survivals_from_confidences_are_spent_on():
     scaling = SurvivalScaling(4)
-    scaling.assign([0.5, 1.0, 2.0, 1.5])
+    scaling.assign([0.5, 1.0, 2.0, 1.5], [0.3, -0.4, 0.0, 1.0])
     confidence, window = noise(5, 3) * 3, torch.tensor([3, -1, 0, 2, 3], dtype=torch.int32)
-    expected, calibration = scaling.survival(confidence), Calibration(confidence, scaling.temperatures_G)
+    expected, calibration = scaling.survival(confidence), Calibration(confidence, scaling.scales_2G)
     least, most = torch.zeros(5, dtype=torch.int32), window.clamp(min=0)
     for budget in (None, 4):
         survival, out = poison(5, 3), None if budget is None else torch.empty(5, dtype=torch.int32)

@@ -39,7 +39,7 @@ from engine.runner.round_plan import RoundModes
 class BlockLaunches:
     """Its `block` has the inputs that `open_rows` fills, or `pack_blocks` for `tokens` tokens of packed blocks; at
     most `drafts` drafts of a row are made. Whole blocks have the drafter's slots, or as many as are asked for. Where
-    rows are `shared`, `share` says what they have in common."""
+    rows are `shared`, `share` says what they have in common. `out_TNH` is scratch for all blocks' tokens at least."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class BlockLaunches:
         page_tables_BP: torch.Tensor,
         modes: RoundModes,
         drafts: int,
+        out_TNH: torch.Tensor,
         tokens: int = 0,
         shared: bool = False,
         block: int = 0,
@@ -70,7 +71,7 @@ class BlockLaunches:
         places = page_tables_BP, own.seq_lens_B, own.starts_B1
         self._plan = attention.plan_round_buffers(*places, self._size, drafter.pool, at_end=True, ends_R=ends_T)
         self._qkv = QKVShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        self._out_TNH = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=drafter.pool.dtype, device=device)
+        self._out_TNH = out_TNH[:tokens]
 
         def numbers(*dims: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(dims, dtype=dtype, device=device)

@@ -66,17 +66,28 @@ class RoundParts:
 
 @dataclass(slots=True)
 class RoundScratch:
-    """What rounds of all tiers take turns in: sized for the largest. `residual_BV` is there for rejection."""
+    """What rounds of all tiers take turns in: sized for the largest. `residual_BV` is there for rejection; `out_RNH`
+    and `draft_out_TNH` are what target and drafter attend to."""
 
     sampling: SampleWorkspace
     residual_BV: torch.Tensor | None
+    out_RNH: torch.Tensor
+    draft_out_TNH: torch.Tensor | None
 
     @staticmethod
     def empty(parts: RoundParts, rows: int, verify: int, device: torch.device) -> RoundScratch:
         residual_BV = None
         if parts.speculation.config.rule == "rejection":
             residual_BV = torch.zeros(rows, parts.vocab_size, dtype=torch.float32, device=device)
-        return RoundScratch(SampleWorkspace.empty(max(rows, verify), parts.vocab_size, device), residual_BV)
+        sampling, draft_out_TNH = SampleWorkspace.empty(max(rows, verify), parts.vocab_size, device), None
+        out_RNH = torch.zeros(
+            verify, parts.backend.num_heads, parts.spec.head_dim, dtype=parts.pool.dtype, device=device
+        )
+        if isinstance(drafter := parts.speculation.drafter, BlockDrafter):
+            spec = drafter.model.spec
+            size = (rows * spec.block, spec.backbone.num_heads, spec.backbone.head_dim)
+            draft_out_TNH = torch.zeros(size, dtype=drafter.pool.dtype, device=device)
+        return RoundScratch(sampling, residual_BV, out_RNH, draft_out_TNH)
 
 
 class RoundLaunches:
@@ -124,6 +135,8 @@ class RoundLaunches:
             assert isinstance(drafter, BlockDrafter)
             given = (drafter, parts.draft_attention, parts.forward, table, inputs.page_tables_BP, modes, drafts)
             block = self._limits.block if window else 0
+            assert scratch.draft_out_TNH is not None
+            given += (scratch.draft_out_TNH,)
             self._drafter = BlockLaunches(*given, tokens=draft_tokens, shared=shared, block=block)
             self._drafter.sample_with(scratch.sampling, self._edits)
             self._drafts_BG = self._drafter.notes.ids_BG
@@ -141,9 +154,7 @@ class RoundLaunches:
         places = inputs.page_tables_BP, self._verify.seq_lens_B, self._verify.starts_B1
         ends_R = self._verify.ends_R if shared else None
         self._plan = parts.backend.plan_round_buffers(*places, 1 + drafts, parts.pool, ends_R=ends_R)
-        self._out_RNH = torch.zeros(
-            verify, parts.backend.num_heads, parts.spec.head_dim, dtype=parts.pool.dtype, device=device
-        )
+        self._out_RNH = scratch.out_RNH[:verify]
 
     def share(self, prefixes: list[SharedPrefix], queries: float) -> None:
         """What rows share from now on, of about `queries` verify rows each."""

@@ -29,8 +29,9 @@ from engine.metrics import EngineCounters
 from engine.request import Sample, SampleState
 from engine.runner.round_plan import MOST_AT_ONCE, RoundModes, RoundPlan
 from engine.runner.round_stepper import RoundResult, RoundStepper
-from engine.runner.stepper import HostResult, StepModes
+from engine.runner.stepper import HostResult, Run, StepModes
 from engine.scheduler.commit import Committer
+from engine.scheduler.handover import has_host_stops
 from engine.scheduler.pages import PageManager
 from engine.scheduler.rows import Rows
 
@@ -175,13 +176,30 @@ class DeviceRounds:
         known_B = np.array([len(sample.ids) for sample in step.samples])
         windows_RB, emitted_RB = record_RBF[:, :, 0], np.where(record_RBF[:, :, 0] >= 0, record_RBF[:, :, 4], 0)
         ends_RB = known_B + np.cumsum(emitted_RB, axis=0)
-        self._take(step.samples, host, np.flatnonzero(running_B), known_B, ends_RB[-1])
-        # A host may end a sample before the device does; rounds from there on never existed.
-        there_B = np.array([len(sample.ids) for sample in step.samples])
-        took_RB = running_B & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
-        starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
-        emitted_RB = np.minimum(ends_RB, there_B) - starts_RB
-        self._count(step.samples, record_RBF, took_RB, emitted_RB)
+        rows_M = np.flatnonzero(running_B)
+        taking = [step.samples[b] for b in rows_M.tolist()]
+        runs = host.runs(rows_M, known_B[rows_M], ends_RB[-1][rows_M], [sample.row.want for sample in taking])
+
+        def taken(there_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Rounds of rows that end with so many tokens, with those they had before and took: later ones never
+            existed."""
+            took_RB = running_B & (windows_RB >= 0) & (ends_RB - emitted_RB <= there_B)
+            starts_RB = np.minimum(ends_RB - emitted_RB, there_B)
+            return took_RB, starts_RB, np.minimum(ends_RB, there_B) - starts_RB
+
+        # A reply says what became of its drafts, and is sent by the commit that ends its sample. Where the host alone
+        # sees ends, nobody knows before.
+        by_host_B, there_B = running_B.copy(), known_B.copy()
+        by_host_B[rows_M] = [sample.watcher is not None or has_host_stops(sample) for sample in taking]
+        kept_M = [_kept(sample, run[0]) for sample, run in zip(taking, runs, strict=True)]
+        there_B[rows_M] += np.array(kept_M, dtype=np.int64)
+        took_RB, _, kept_RB = taken(there_B)
+        _use(step.samples, record_RBF, took_RB & ~by_host_B, kept_RB)
+        self._take(step.samples, host, rows_M, runs, ends_RB[-1])
+        took_RB, starts_RB, emitted_RB = taken(np.array([len(sample.ids) for sample in step.samples]))
+        if by_host_B.any():
+            _use(step.samples, record_RBF, took_RB & by_host_B, emitted_RB)
+        self._counters.decode_rows += int(emitted_RB[took_RB].sum())
         round_N, row_N = np.nonzero(took_RB)
         if not len(round_N):
             return
@@ -192,31 +210,13 @@ class DeviceRounds:
         self._speculation.learn(told, seconds)
 
     def _take(
-        self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, known_B: np.ndarray, ends_B: np.ndarray
+        self, samples: list[Sample], host: HostResult, rows_M: np.ndarray, runs: list[Run], ends_B: np.ndarray
     ) -> None:
         """Tokens of these rows up to number `ends_B[b]`, and the end of samples whose logits went bad behind them."""
-        taking = [samples[b] for b in rows_M.tolist()]
-        runs = host.runs(rows_M, known_B[rows_M], ends_B[rows_M], [sample.row.want for sample in taking])
-        self._committer.commit_runs(taking, runs)
+        self._committer.commit_runs([samples[b] for b in rows_M.tolist()], runs)
         for b in rows_M[(host.finished[rows_M] == BAD) & (ends_B[rows_M] == host.new[rows_M])].tolist():
             if samples[b].state is SampleState.RUNNING:
                 self._committer.fail_bad_logits(samples[b])
-
-    def _count(
-        self, samples: list[Sample], record_RBF: np.ndarray, took_RB: np.ndarray, emitted_RB: np.ndarray
-    ) -> None:
-        """What samples took in, and what became of their drafts."""
-        self._counters.decode_rows += int(emitted_RB[took_RB].sum())
-        _, verified_RB, keep_RB, accepted_RB, _ = record_RBF[:, :, :HEAD].transpose(2, 0, 1)
-        verified_RB = np.where(took_RB, verified_RB, 0)
-        kept_RB = np.where(took_RB, np.minimum(np.minimum(accepted_RB, keep_RB), emitted_RB), 0)
-        sums = (part_RB.sum(0).tolist() for part_RB in (verified_RB > 0, verified_RB, kept_RB))
-        for sample, steps, verified, kept in zip(samples, *sums, strict=True):
-            if steps:
-                use = sample.draft_use
-                use.steps += steps
-                use.verified += verified
-                use.accepted += kept
 
     def _told(
         self,
@@ -280,6 +280,26 @@ class DeviceRounds:
             outcomes=outcomes,
             log_q_DG=values_DPG[:, 3, :drafts] if traits.has_probabilities else None,
         )
+
+
+def _kept(sample: Sample, ids: list[int]) -> int:
+    """How many of these tokens it keeps: not a last one that stops it and is not wanted."""
+    stopped = bool(ids) and ids[-1] in sample.row.stop_ids and not sample.row.params.keep_stop
+    return len(ids) - stopped
+
+
+def _use(samples: list[Sample], record_RBF: np.ndarray, took_RB: np.ndarray, emitted_RB: np.ndarray) -> None:
+    """What became of the drafts of these rounds, for their samples."""
+    _, verified_RB, keep_RB, accepted_RB, _ = record_RBF[:, :, :HEAD].transpose(2, 0, 1)
+    verified_RB = np.where(took_RB, verified_RB, 0)
+    kept_RB = np.where(took_RB, np.minimum(np.minimum(accepted_RB, keep_RB), emitted_RB), 0)
+    sums = (part_RB.sum(0).tolist() for part_RB in (verified_RB > 0, verified_RB, kept_RB))
+    for sample, steps, verified, kept in zip(samples, *sums, strict=True):
+        if steps:
+            use = sample.draft_use
+            use.steps += steps
+            use.verified += verified
+            use.accepted += kept
 
 
 def _chances(chance_MG: np.ndarray, verified_M: np.ndarray, accepted_M: np.ndarray) -> np.ndarray:

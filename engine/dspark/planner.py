@@ -213,10 +213,8 @@ class Planner:
             best, ready = self._drafting(outlook, plain)
             if due:
                 chosen, probe = ready or best or plain, True
-            elif best is not None:
+            elif best is not None and (self._with < self._probe_every or plain.rate < _NEAR * best.rate):
                 chosen = self._affordable(plain, best, ready)
-                if self._with >= self._probe_every and plain.rate >= _NEAR * chosen.rate:
-                    chosen = plain
         self._last = (chosen.drafting, chosen.tier)
         if not chosen.drafting:
             self._without, self._with = self._without + 1, 0
@@ -271,15 +269,17 @@ class Planner:
         seconds_C = self._cost.times(graphs.weights, outlook.tokens_read, context_C)
         seconds_C = np.maximum(seconds_C, plain.seconds + self._cost.least_extra)
         rates_C = tokens_C / seconds_C
+        places_C = np.arange(len(tiers_C))
         if len(evens) and outlook.least_B.any():
             # Who wants more than the window of all gets it.
             short = graphs.windows_C[evens] < np.minimum(outlook.least_B, outlook.most_B).max()
-            rates_C[evens[short]] = 0.0
+            places_C = np.delete(places_C, evens[short])
+        places, others = np.split(places_C, [np.searchsorted(places_C, graphs.reachable)])
 
-        def best(first: int, last: int, capture: bool) -> Choice | None:
-            if first == last:
+        def best(places: np.ndarray, capture: bool) -> Choice | None:
+            if not len(places):
                 return None
-            place = first + self._kept(tiers_C[first:last], rates_C[first:last])
+            place = int(places[self._kept(tiers_C[places], rates_C[places])])
             return Choice(
                 drafting=True,
                 budget=int(budgets_C[place]),
@@ -292,7 +292,7 @@ class Planner:
                 promised=float(promised_C[place]),
             )
 
-        return best(0, graphs.reachable, True), best(graphs.reachable, len(tiers_C), False)
+        return best(places, True), best(others, False)
 
     def _kept(self, tiers_C: np.ndarray, rates_C: np.ndarray) -> int:
         """The best, or the last step's tier where it is hardly worse."""

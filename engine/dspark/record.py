@@ -71,8 +71,8 @@ class Record:
         self._steps = 0
         self._names: dict[Group, _Named] = {}
         """Policies and kinds of groups whose samples run."""
-        self._gone: list[Sample] = []
-        """Requests that end with these."""
+        self._gone: dict[Sample, None] = {}
+        """Requests that are over, or will be: the last tokens of some are on their way."""
         self._batches = 0
         self.switch = DraftSwitch(config.max_rows)
         self._classes = {("", ""): DraftStats(self._drafts)}
@@ -121,6 +121,7 @@ class Record:
         turns = self._looks_at(drafting)
         self._ceilings.observe(step, drafting, turns)
         if step.verdict is None:
+            self._estimate.passed(1)
             self._take_in()
             return
         self.probes += step.plan.probe
@@ -164,10 +165,9 @@ class Record:
     def forget(self, key: int, sample: Sample) -> None:
         """The incarnation `key` of a sample is gone, and the sample too if it has ended."""
         self._ceilings.end(key, stopped=sample.finish == "stop")
-        if sample.finish is not None:
-            self._gone.append(sample)
-            if not self._waiting or len(self._gone) > _MOST_GONE:
-                self._take_in()
+        self._gone[sample] = None
+        if not self._waiting or len(self._gone) > _MOST_GONE:
+            self._take_in()
 
     def interrupt(self, key: int) -> None:
         """Tokens of an incarnation have come by unseen: what waited for them is bounded as it stands."""
@@ -242,8 +242,8 @@ class Record:
         parts = [part for part in waiting if len(part.sample_N)]
         if parts:
             self._add(Outcomes.joined(parts), sum(part.steps for part in waiting))
-        gone, self._gone = self._gone, []
-        for sample in gone:
+        for sample in [sample for sample in self._gone if sample.finish is not None]:
+            del self._gone[sample]
             self._estimate.forget_request(sample.order)
             if sample.group.unfinished == 0:
                 self._estimate.forget_group(sample.group.arrival)

@@ -237,6 +237,7 @@ class OnlineScaling:
     def refit(self) -> ScalingFit | None:
         """Fit and put in use, once there is enough to fit. A fit that is worse than what is in use by its
         own data is kept from use."""
+        self._fitting = None
         self.begin()
         if self._fitting is None:
             return None
@@ -245,10 +246,9 @@ class OnlineScaling:
         return self.fit
 
     def begin(self) -> None:
-        """Start to `refit` from what is there, if that is enough, instead of any fit that is under way."""
+        """Start to `refit` from what is there, if that is enough and none is under way."""
         held = self._weights_N > 0
-        self._fitting = None
-        if held.sum() >= self._least:
+        if self._fitting is None and held.sum() >= self._least:
             self._seen = self._logits_NG[held], self._labels_NG[held], self._weights_N[held]
             self._fitting = _fit_in_parts(*self._seen)
 

@@ -246,7 +246,9 @@ class DeviceRounds:
         survival_DG = values_DPG[:, 1].astype(np.float64)
         if self._speculation.by_request and traits.has_confidence:
             survival_DG = carried_on(survival_DG, window_D)
-        by_row = self.follows_host or self._speculation.by_request
+        by_row = self.follows_host or (self._speculation.by_request and not ran.window)
+        # Whoever ended before is looked at no more.
+        own, sample_D = np.unique(row_N[drew], return_inverse=True)
         outcomes = Outcomes(
             made_N=window_D if by_row else np.full(len(window_D), drafts),
             verified_N=verified_D,
@@ -258,8 +260,8 @@ class DeviceRounds:
             survival_NG=survival_DG,
             chances_NG=_chances(values_DPG[:, 2], verified_D, accepted_D),
             confidence_NG=values_DPG[:, 0].astype(np.float64) if traits.has_confidence else None,
-            sample_N=row_N[drew],
-            samples=foreseen.samples,
+            sample_N=sample_D,
+            samples=[foreseen.samples[b] for b in own.tolist()],
             step=foreseen.plan.step,
             steps=int(round_N[-1]) + 1,
         )

@@ -400,3 +400,19 @@ def test_what_windows_promise_is_reckoned_with_as_far_as_it_came():
     planner.came(1, 60000.0, 400.0)
     planner.renew()
     assert planner.choose(view).tokens == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_window_of_all_is_none_where_a_request_must_have_more():
+    view = outlook([[0.9, 0.8, 0.7]] * 4, least=[3, 0, 0, 0])
+    seconds = {tier: 1.0 + 0.02 * tier for tier in range(4, 17)}
+
+    class OnlyEven(HeldGraphs):
+        def ready(self, rows):
+            return [(rows, rows * (1 + window), 0, window) for window in self.windows]
+
+    for held, allowed in (((1,), {0}), ((1, 3), {0, 3})):
+        graphs = OnlyEven(9.0, [], windows=held)
+        tiers = dict(ragged=True, draft_tiers=list(range(1, 13)), graphs=graphs, probe_every=2)
+        planner = Planner(TableCost(seconds, even=seconds), list(range(4, 17)), **tiers)
+        chosen = [planner.choose(view, allowed=turn < 4) for turn in range(8)]
+        assert {choice.window for choice in chosen} <= allowed

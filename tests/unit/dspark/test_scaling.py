@@ -171,6 +171,7 @@ def test_a_refit_a_little_at_a_time_is_the_same_and_ends_with_its_policy():
     parts.begin()
     parts.advance()
     parts.observe(-logits, np.ones((2000, 3)))
+    parts.begin()
     assert parts.fit is None, "under way, with what was there when it began"
     for _ in range(40):
         parts.advance()

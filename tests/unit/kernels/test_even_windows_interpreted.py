@@ -197,3 +197,16 @@ def test_whole_windows_are_counted_as_the_serial_loop_counts_them(t_full, only_w
     check(device, drafts)
     mine, theirs = sums_of(device), sums_of(serial)
     assert mine == theirs and mine["", ""]["plain_steps"] + mine["", ""]["accepted"] > 0
+
+
+def test_nobody_remembers_groups_that_are_over(t_full, drafter, only_windows):
+    """Samples that a launch in flight will end are left out of the next one before they have."""
+    only_windows(3)
+    engine = even_engine(t_full, drafter)
+    for turn in range(2):
+        engine.generate([ask(f"{turn}-{i}", prompt(5 + i), n=1 + (i == 0), max_new=2 + 3 * (i % 3)) for i in range(6)])
+    record = engine._parts.speculation.record
+    engine.generate([ask("last", prompt(4), max_new=3)])
+    record.report()
+    left = {group.request.group_id for group in record._names} | {str(s.group.request.group_id) for s in record._gone}
+    assert left <= {"last"} and len(record._estimate._requests) <= 1

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.report import Row, at_least
 from engine.dspark.cost_model import CostModel, StepShape, sweep_shapes
+from engine.dspark.kinds import Kinds
 from engine.dspark.persistence import Foresight
 from engine.dspark.planner import Outlook, Planner, drafted, spend
 from engine.dspark.survival import AcceptanceEstimate, carried_on
@@ -186,9 +187,10 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         whole, context_B, counts = traffic.whole(), traffic.context_B, step >= steps * (1 - _MEASURED)
         keys, kinds_B = traffic.keys_B.tolist(), traffic.kinds_B.copy()
         most_B = np.minimum(DRAFTS, NEW - traffic.emitted_B - 1)
+        nameless = Kinds.of([(None, None)] * rows)
         began = time.thread_time()
-        prior_BG = estimate.survivals(keys, [0] * rows, [(None, None)] * rows)
-        prior_BG = foresight.survivals(step, keys, [""] * rows, prior_BG)
+        prior_BG = estimate.survivals(keys, [0] * rows, nameless)
+        prior_BG = foresight.survivals(step, keys, nameless, prior_BG)
         outlook = Outlook(prior_BG, np.zeros(rows, int), most_B, context_B, float(context_B.sum()))
         choice = planner.choose(outlook)
         planning = time.thread_time() - began
@@ -222,7 +224,7 @@ def adaptive(times: StepTimes, traffic: Traffic, steps: int, ragged: bool) -> Ou
         accepted_B1, place_G = tokens_B[:, None] - 1, np.arange(DRAFTS)
         told_BG = (place_G <= accepted_B1) & (place_G < lens_B[:, None])
         chances_BG = np.where(told_BG, place_G < accepted_B1, np.nan)
-        estimate.observe_kinds([(None, None)] * rows, chances_BG)
+        estimate.observe_kinds(nameless, chances_BG)
         for key, chances_G in zip(keys, chances_BG.tolist(), strict=True):
             estimate.observe(key, 0, [chance for chance in chances_G if chance == chance])
         if counts:

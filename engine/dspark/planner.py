@@ -83,6 +83,12 @@ class Outlook:
     tokens_read: float
 
     @cached_property
+    def falling_BG(self) -> np.ndarray:
+        """Survivals that never grow along a row; what is no number is none."""
+        # fmax takes the number where the other is none.
+        return np.minimum.accumulate(np.minimum(np.fmax(self.survival_BG, 0.0), 1.0), axis=1)
+
+    @cached_property
     def ranking(self) -> Ranking:
         return Ranking.of(self)
 
@@ -92,7 +98,7 @@ class Outlook:
         those that are expected to be kept, and the tokens that they attend to."""
         place_G = np.arange(self.survival_BG.shape[1])
         within_BG = place_G < self.most_B[:, None]
-        kept_BG = np.where(within_BG, _falling(self.survival_BG), 0.0)
+        kept_BG = np.where(within_BG, self.falling_BG, 0.0)
         return np.stack((within_BG.sum(0), kept_BG.sum(0), self.context_B @ within_BG)).cumsum(axis=1)
 
 
@@ -106,7 +112,7 @@ class Ranking:
 
     @staticmethod
     def of(outlook: Outlook) -> Ranking:
-        values_BG = _falling(outlook.survival_BG)
+        values_BG = outlook.falling_BG
         rows, drafts = values_BG.shape
         place_G = np.arange(drafts)
         keys_BG = values_BG
@@ -115,12 +121,6 @@ class Ranking:
         flat = np.where(place_G[:, None] < outlook.most_B, keys_BG.T, _BARRED).ravel()
         order = np.argsort(-flat, kind="stable")[: int((flat >= 0.0).sum())]
         return Ranking(order % rows, values_BG.T.ravel()[order])
-
-
-def _falling(survival_BG: np.ndarray) -> np.ndarray:
-    """Survivals that never grow along a row; what is no number is none."""
-    # fmax takes the number where the other is none.
-    return np.minimum.accumulate(np.minimum(np.fmax(survival_BG, 0.0), 1.0), axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,7 @@ class AcceptanceEstimate:
 
     `fade` is what an observation of a group or request keeps of its weight with each later one, and with each step in
     which nobody drafted, as texts go on meanwhile; `fade_wide` that of the wider ones with each later step with drafts:
-    they speak of all requests that ran, not of the last to end. Defaults are those that foretold best what was kept in
-    9,500 rounds of SmolLM2-135M over 48 requests, at either temperature.
+    they speak of all requests that ran, not of the last to end.
     """
 
     def __init__(
